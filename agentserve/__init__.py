@@ -1,0 +1,1 @@
+"""Agent-session server: sockets, protocol, sessions, text and the worker process."""
