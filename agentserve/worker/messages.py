@@ -1,0 +1,245 @@
+"""Frames between the server process and a worker: msgspec-msgpack, tagged, length-prefixed on a socket pair.
+
+The server sends text-free token ids; the worker answers with positions and token ids. Times are seconds of
+`time.monotonic()`, which both processes of one machine share. Every turn ends with exactly one TurnFinished or TurnFailed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from statecache.types import BoundaryKind, MarkerTable
+
+PROTOCOL_VERSION = 1
+"""Raised when a frame changes; a worker of another version is refused at Hello."""
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt boundary found in the text: `position` tokens lie before it. item: index of the context item, −1 if none."""
+
+    position: int
+    kind: BoundaryKind
+    item: int = -1
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Mirror of engine.types.SamplingParams on the wire (stop strings as UTF-8 bytes)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    stop: tuple[bytes, ...] = ()
+
+
+# ── server → worker ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Begin a turn.
+
+    ids: little-endian uint32 token ids of the whole prompt. cuts: prompt boundaries, rising positions.
+    salt: isolation digest of the principal. session: id for pins, lists and metrics only, never for matching.
+    generate False: prefill, checkpoint, finish with zero tokens.
+    accepted_at: when the turn was accepted. deadline_s: seconds from accepted_at to the first token, None = default, reported only.
+    on_miss "fail": end the turn as failed (`deadline_exceeded`) when the deadline passes before the first token; what was
+    prefilled is kept as a checkpoint.
+    """
+
+    turn_id: str
+    ids: bytes
+    cuts: tuple[Cut, ...]
+    markers: MarkerTable
+    salt: bytes
+    session: str
+    sampling: Sampling
+    accepted_at: float
+    deadline_s: float | None = None
+    on_miss: Literal["continue", "fail"] = "continue"
+    priority: int = 0
+    generate: bool = True
+
+
+class CancelTurn(msgspec.Struct, frozen=True, tag="cancel"):
+    turn_id: str
+
+
+class ListCheckpoints(msgspec.Struct, frozen=True, tag="list"):
+    """Ask for the checkpoints that a session placed or used; answered by Checkpoints with the same query id."""
+
+    query_id: int
+    session: str
+
+
+class ForgetSession(msgspec.Struct, frozen=True, tag="forget"):
+    """Unpin and forget which checkpoints a session used; they fall to normal eviction."""
+
+    session: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish running turns, accept no more, then exit 0."""
+
+
+ToWorker = StartTurn | CancelTurn | ListCheckpoints | ForgetSession | Drain
+
+
+# ── worker → server ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress of loading weights, 0…1, with what is being done now."""
+
+    fraction: float
+    what: str
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The worker is ready."""
+
+    version: int
+    model: str
+    model_type: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_context: int
+    backend: str
+    namespace: str
+    pid: int
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+    """The model cannot be served; the worker exits after this. The supervisor does not retry a `permanent` one."""
+
+    message: str
+    permanent: bool
+
+
+class Matched(msgspec.Struct, frozen=True, kw_only=True, tag="matched"):
+    """What the state cache found. position 0 = nothing. divergence None = the context only appends.
+
+    kind/tier: of the checkpoint used. saved_position: deepest position where the saved context agrees with this one.
+    """
+
+    turn_id: str
+    position: int
+    tier: str | None
+    kind: BoundaryKind | None
+    divergence: int | None
+    cause: str
+    predicted_ttft_s: float
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Sent when prefill advances and, while queued, at least every second; `queued` is turns ahead of this one."""
+
+    turn_id: str
+    processed: int
+    total: int
+    cached: int
+    queued: int
+    eta_s: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", omit_defaults=True):
+    """Generated ids of one step, in order; logprobs is parallel to ids or empty."""
+
+    turn_id: str
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
+    """A checkpoint was placed (or found to be there already: written_bytes 0)."""
+
+    turn_id: str
+    position: int
+    kind: BoundaryKind
+    tier: str
+    written_bytes: int
+
+
+class TurnFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """reason: stop (end token), stop_string, length, cancelled. reused: tokens restored. written: tokens newly checkpointed."""
+
+    turn_id: str
+    reason: Literal["stop", "stop_string", "length", "cancelled"]
+    prompt_tokens: int
+    output_tokens: int
+    reused_tokens: int
+    written_tokens: int
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    ttft_s: float | None
+    decode_s: float
+
+
+class TurnFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """code: context_length_exceeded, invalid_value, deadline_exceeded or server_error; message names numbers, never content."""
+
+    turn_id: str
+    code: str
+    message: str
+    param: str | None = None
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `/v1/sessions/{id}/checkpoints`."""
+
+    id: str
+    position: int
+    kind: BoundaryKind
+    tier: str
+    bytes: int
+    hits: int
+    age_s: float
+
+
+class Checkpoints(msgspec.Struct, frozen=True, tag="checkpoints"):
+    query_id: int
+    rows: tuple[CheckpointRow, ...]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Periodic report (each second, and after each finished turn): what the predictor and the metrics need."""
+
+    running: int
+    waiting: int
+    waiting_prefill_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    restore_bytes_per_s: float
+    free_pages: int
+    total_pages: int
+    cache_bytes: dict[str, int]
+    cache_checkpoints: dict[str, int]
+    counters: dict[str, float]
+
+
+FromWorker = (
+    Loading
+    | Hello
+    | LoadFailed
+    | Matched
+    | Progress
+    | Tokens
+    | Saved
+    | TurnFinished
+    | TurnFailed
+    | Checkpoints
+    | Load
+)

@@ -1,0 +1,49 @@
+"""What one forward pass is told: flat tokens of several sequences, and where their state lies.
+
+Built by the scheduler, read by runner and models. Holds no policy and no tensors of weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StateCut:
+    """Inside a sequence's slice: after `offset` of its tokens (1…length) copy its recurrent state to row `dest_row`."""
+
+    offset: int
+    dest_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeqSlice:
+    """One sequence's part of the flat batch.
+
+    start, length: its tokens are flat rows [start, start + length).
+    context: tokens already in the state; the slice's first token has position `context`.
+    page_table: int32 [pages], covering positions 0 … context + length − 1.
+    state_row: row of the recurrent pool that is read and advanced (−1 for a pure attention model).
+    fresh: context is 0, so the row's old content must be ignored (treated as zeros).
+    cuts: where recurrent state is copied on the way; KV needs no copy.
+    """
+
+    start: int
+    length: int
+    context: int
+    page_table: torch.Tensor
+    state_row: int
+    fresh: bool
+    cuts: tuple[StateCut, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """token_ids, positions: int64 [tokens]. logit_rows: int64 [n] flat rows whose logits are wanted, rising."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    seqs: tuple[SeqSlice, ...]
+    logit_rows: torch.Tensor
