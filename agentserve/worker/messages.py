@@ -230,16 +230,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     counters: dict[str, float]
 
 
-FromWorker = (
-    Loading
-    | Hello
-    | LoadFailed
-    | Matched
-    | Progress
-    | Tokens
-    | Saved
-    | TurnFinished
-    | TurnFailed
-    | Checkpoints
-    | Load
-)
+FromWorker = Loading | Hello | LoadFailed | Matched | Progress | Tokens | Saved | TurnFinished | TurnFailed | Checkpoints | Load
