@@ -49,7 +49,8 @@ class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     ids: little-endian uint32 token ids of the whole prompt. cuts: prompt boundaries, rising positions.
     salt: isolation digest of the principal. session: id for pins, lists and metrics only, never for matching.
     generate False: prefill, checkpoint, finish with zero tokens.
-    accepted_at: when the turn was accepted. deadline_s: seconds from accepted_at to the first token, None = default, reported only.
+    accepted_at: when the turn was accepted. deadline_s: seconds from accepted_at
+    to the first token, None = default, reported only.
     on_miss "fail": end the turn as failed (`deadline_exceeded`) when the deadline passes before the first token; what was
     prefilled is kept as a checkpoint.
     """

@@ -1,0 +1,56 @@
+"""Which tests run where. A test that cannot run says why; under AGENTSERVE_NO_SKIP=1 an unexpected skip is a failure."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+EXPECTED_SKIPS = ("needs a CUDA device", "needs the recorded traces", "needs the instruction set")
+"""Reasons that are fine everywhere: hardware, and data that a public checkout does not have."""
+
+
+def _missing(marker: str) -> str | None:
+    """Why tests of this marker cannot run here, None if they can."""
+    if marker == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "needs a CUDA device"
+    if marker == "postgres":
+        found = glob.glob("/usr/lib/postgresql/*/bin/initdb") or shutil.which("initdb")
+        return None if found else "needs PostgreSQL server binaries (initdb)"
+    if marker == "clients":
+        absent = [m for m in ("openai", "agents", "mcp") if importlib.util.find_spec(m) is None]
+        return f"needs client packages: {', '.join(absent)}" if absent else None
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    markers = ("gpu", "postgres", "clients")
+    reasons = {m: _missing(m) for m in markers if any(i.get_closest_marker(m) for i in items)}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("AGENTSERVE_NO_SKIP") != "1" or exitstatus != 0 or reporter is None:
+        return
+    unexpected = []
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(expected in reason for expected in EXPECTED_SKIPS):
+            unexpected.append(f"{report.nodeid}: {reason}")
+    if unexpected:
+        reporter.write_line("skipped though everything should run here:", red=True)
+        for line in unexpected:
+            reporter.write_line("  " + line, red=True)
+        session.exitstatus = 1
