@@ -1,0 +1,230 @@
+"""What a turn needs from its neighbours: text, storage and the worker. Shapes only; app.py picks the classes.
+
+turn.py is written against these, tests/fakes/ has small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from agentserve.protocol.items import Item, OutputItem, Tool
+from agentserve.worker.messages import (
+    CheckpointRow,
+    Cut,
+    Hello,
+    Load,
+    Matched,
+    Progress,
+    Saved,
+    StartTurn,
+    Tokens,
+    TurnFailed,
+    TurnFinished,
+)
+from statecache.types import MarkerTable
+
+TurnFrame = Matched | Progress | Tokens | Saved | TurnFinished | TurnFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who asks. id: stable name for ownership. salt: isolation digest that goes to the state cache."""
+
+    id: str
+    salt: bytes
+
+
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class RenderRequest:
+    """A whole context. items: oldest first, without the instructions.
+
+    retain "all" keeps earlier thinking even where the chat template drops it. thinking False asks the template for none.
+    salt separates aliases of principals.
+    """
+
+    instructions: str | None
+    tools: tuple[Tool, ...]
+    items: tuple[Item, ...]
+    retain: Literal["template", "all"] = "template"
+    thinking: bool = True
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids of a context. ids: uint32 [n]. cuts: rising positions.
+
+    item_starts: first token of each item (rising, parallel to the items), so that a token index finds its item; tokens before
+    the first belong to the instructions and tools. opens_reasoning: the prompt ends inside an open thinking block.
+    """
+
+    ids: np.ndarray
+    cuts: tuple[Cut, ...]
+    markers: MarkerTable
+    item_starts: tuple[int, ...] = ()
+    opens_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpen:
+    """A tool call has begun and its name is known. custom: the tool takes free text, so `input` instead of `arguments`."""
+
+    name: str
+    custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of the call's arguments, as JSON text (or free text of a custom tool)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallClose:
+    """The call is whole."""
+
+
+Delta = ReasoningDelta | TextDelta | CallOpen | CallDelta | CallClose
+
+
+class StreamParser(Protocol):
+    """Turns generated ids into deltas, whatever the chunking. A change of kind closes what was open before it."""
+
+    def push(self, ids: Sequence[int]) -> Sequence[Delta]: ...
+
+    def finish(self) -> Sequence[Delta]:
+        """What was held back; called once, after the last push."""
+        ...
+
+
+class Text(Protocol):
+    """Chat template, tokenizer and dialect of the served model. `render` takes long: call it in a thread."""
+
+    def render(self, request: RenderRequest) -> Rendered: ...
+
+    def parser(self, request: RenderRequest, rendered: Rendered) -> StreamParser: ...
+
+    def learn(self, request: RenderRequest, rendered: Rendered, output: Sequence[OutputItem], generated: np.ndarray) -> None:
+        """Remember the exact ids (uint32 [m]) behind an answer, so that the next render splices them back."""
+        ...
+
+    def token_text(self, token_id: int) -> bytes:
+        """Bytes of one token, for logprobs."""
+        ...
+
+
+# ── storage ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed turn. body: the final `response` object as JSON. prompt_ids, generated_ids: little-endian uint32.
+
+    input: items of this turn only (not of its parents). created_at, completed_at: Unix seconds.
+    """
+
+    id: str
+    principal: str
+    session: str
+    parent: str | None
+    model: str
+    status: str
+    created_at: float
+    completed_at: float
+    instructions: str | None
+    tools: bytes
+    input: tuple[Item, ...]
+    output: tuple[OutputItem, ...]
+    body: bytes
+    prompt_ids: bytes
+    generated_ids: bytes
+    idempotency_key: str | None = None
+    request_digest: bytes | None = None
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `/v1/sessions`. Times are Unix seconds."""
+
+    id: str
+    created_at: float
+    updated_at: float
+    turns: int
+    last_response: str | None
+    context_tokens: int
+    reused_tokens: int = 0
+    lineage: tuple[str, ...] = ()
+
+
+class Store(Protocol):
+    """Durable sessions, responses and items. Every read is scoped to a principal; foreign ids are absent."""
+
+    async def get(self, principal: str, response_id: str) -> StoredResponse | None: ...
+
+    async def chain(self, principal: str, response_id: str) -> tuple[StoredResponse, ...] | None:
+        """The response and its ancestors, oldest first; None if the id is unknown or an ancestor was deleted."""
+        ...
+
+    async def commit(self, response: StoredResponse) -> None:
+        """Durable when this returns. Creates the session at its first turn."""
+        ...
+
+    async def delete(self, principal: str, response_id: str) -> bool: ...
+
+    async def by_idempotency_key(self, principal: str, key: str) -> StoredResponse | None: ...
+
+    async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]: ...
+
+    async def session(self, principal: str, session_id: str) -> SessionRow | None: ...
+
+    async def delete_session(self, principal: str, session_id: str) -> bool: ...
+
+
+# ── worker ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Worker(Protocol):
+    """The server's side of the pipe. A worker that dies yields TurnFailed `server_error` for each running turn."""
+
+    ready: bool
+    hello: Hello | None
+    load: Load | None
+
+    def run(self, start: StartTurn) -> AsyncIterator[TurnFrame]:
+        """Frames of one turn, ending with TurnFinished or TurnFailed. Closing it early cancels the turn."""
+        ...
+
+    def cancel(self, turn_id: str) -> None: ...
+
+    async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]: ...
+
+    def forget(self, session: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceReport:
+    """Where and why a context left the best saved one. item: index into the items, −1 for instructions and tools."""
+
+    token_index: int
+    item: int
+    cause: str
+    before: str | None = None
+    after: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)

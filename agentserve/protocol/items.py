@@ -1,0 +1,174 @@
+"""Context items and tools: what a client may put before the model and what comes back.
+
+Structs with the wire's own names. Unknown keys are ignored, known ones are checked strictly, and every error names its field.
+Decoding (which also accepts shorthand forms) is in decode.py; this file holds only shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Role = Literal["user", "assistant", "system", "developer"]
+
+# ── content parts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class InputText(Struct, frozen=True, tag="input_text"):
+    text: str
+
+
+class OutputText(Struct, frozen=True, tag="output_text"):
+    text: str
+    annotations: tuple[Any, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+
+
+class PlainText(Struct, frozen=True, tag="text"):
+    """MCP content block and Chat Completions part."""
+
+    text: str
+
+
+class Refusal(Struct, frozen=True, tag="refusal"):
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(Struct, frozen=True, tag="summary_text"):
+    text: str
+
+
+Part = InputText | OutputText | PlainText | Refusal | ReasoningText | SummaryText
+
+# ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Message(Struct, frozen=True, kw_only=True, tag="message"):
+    """role developer is rendered as system. phase is kept and sent back, never rendered."""
+
+    id: str | None = None
+    role: Role
+    status: Status | None = None
+    content: tuple[Part, ...]
+    phase: str | None | UnsetType = UNSET
+
+    @property
+    def text(self) -> str:
+        return "".join(p.text for p in self.content)
+
+
+class Reasoning(Struct, frozen=True, kw_only=True, tag="reasoning"):
+    id: str | None = None
+    summary: tuple[SummaryText, ...] = ()
+    content: tuple[ReasoningText, ...] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(p.text for p in self.content or ())
+
+
+class FunctionCall(Struct, frozen=True, kw_only=True, tag="function_call"):
+    """arguments: JSON text, exactly as the model wrote it or the client resent it."""
+
+    id: str | None = None
+    call_id: str
+    name: str
+    arguments: str
+    status: Status | None = None
+    namespace: str | None | UnsetType = UNSET
+
+
+class CustomToolCall(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
+    """input: free text."""
+
+    id: str | None = None
+    call_id: str
+    name: str
+    input: str
+    status: Status | None = None
+    namespace: str | None | UnsetType = UNSET
+
+
+class FunctionCallOutput(Struct, frozen=True, kw_only=True, tag="function_call_output"):
+    """output: text, or content parts (an MCP result's `content`). is_error: an MCP result's `isError`."""
+
+    id: str | None = None
+    call_id: str
+    output: str | tuple[Part, ...]
+    status: Status | None = None
+    is_error: bool | UnsetType = UNSET
+
+    @property
+    def text(self) -> str:
+        return self.output if isinstance(self.output, str) else "\n".join(p.text for p in self.output)
+
+
+class CustomToolCallOutput(Struct, frozen=True, kw_only=True, tag="custom_tool_call_output"):
+    id: str | None = None
+    call_id: str
+    output: str | tuple[Part, ...]
+    status: Status | None = None
+
+    @property
+    def text(self) -> str:
+        return self.output if isinstance(self.output, str) else "\n".join(p.text for p in self.output)
+
+
+Item = Message | Reasoning | FunctionCall | CustomToolCall | FunctionCallOutput | CustomToolCallOutput
+OutputItem = Message | Reasoning | FunctionCall | CustomToolCall
+
+# ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FunctionTool(Struct, frozen=True, kw_only=True, tag="function"):
+    """parameters: JSON schema. An MCP description `{name, description, inputSchema}` is decoded to this too."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CustomTool(Struct, frozen=True, kw_only=True, tag="custom"):
+    """A tool that takes free text. format: as sent, not enforced."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+Tool = FunctionTool | CustomTool
+
+
+class IgnoredTool(Struct, frozen=True):
+    """A tool of a type that this server does not run: kept out of the prompt, named in the cache report."""
+
+    type: str
+    name: str | None = None
+
+
+_items_decoder = msgspec.json.Decoder(tuple[Item, ...])
+_items_encoder = msgspec.json.Encoder()
+
+
+def encode_items(items: tuple[Item, ...]) -> bytes:
+    """Items as a JSON array, for storage and for the wire."""
+    return _items_encoder.encode(items)
+
+
+def decode_items(data: bytes) -> tuple[Item, ...]:
+    """Inverse of encode_items; only for what this server wrote itself."""
+    return _items_decoder.decode(data)
