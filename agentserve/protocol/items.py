@@ -61,7 +61,7 @@ class Message(Struct, frozen=True, kw_only=True, tag="message"):
     role: Role
     status: Status | None = None
     content: tuple[Part, ...]
-    phase: str | None | UnsetType = UNSET
+    phase: str | UnsetType | None = UNSET
 
     @property
     def text(self) -> str:
@@ -88,7 +88,7 @@ class FunctionCall(Struct, frozen=True, kw_only=True, tag="function_call"):
     name: str
     arguments: str
     status: Status | None = None
-    namespace: str | None | UnsetType = UNSET
+    namespace: str | UnsetType | None = UNSET
 
 
 class CustomToolCall(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
@@ -99,7 +99,7 @@ class CustomToolCall(Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
     name: str
     input: str
     status: Status | None = None
-    namespace: str | None | UnsetType = UNSET
+    namespace: str | UnsetType | None = UNSET
 
 
 class FunctionCallOutput(Struct, frozen=True, kw_only=True, tag="function_call_output"):
