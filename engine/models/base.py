@@ -1,0 +1,100 @@
+"""What every model promises: a frozen description, and one call that runs a flat batch.
+
+Holds no weights and no architecture; each architecture is one file beside this one, found through registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from engine.batch import ForwardBatch
+
+LayerKind = Literal["attention", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer. ordinal counts within its kind: it indexes the pools (k[ordinal], or delta[ordinal])."""
+
+    index: int
+    kind: LayerKind
+    ordinal: int
+    moe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What others must know of a model to allocate its state and to describe it.
+
+    kv_heads, head_dim: attention layers. H_v, d_k, d_v, conv_dim, conv_kernel: delta layers (0 if the model has none).
+    dtype: of activations, keys, values and convolution tails; the delta state is always f32.
+    slots: expert slots shared by all MoE layers, None when every expert is resident.
+    numerics: facts that change results and so belong in a state namespace (rope, epsilon, backend …).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    max_context: int
+    parameters: int
+    experts: int = 0
+    top_k: int = 0
+    H_v: int = 0
+    d_k: int = 0
+    d_v: int = 0
+    conv_dim: int = 0
+    conv_kernel: int = 0
+    slots: int | None = None
+    numerics: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def attention_layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer for layer in self.layers if layer.kind == "attention")
+
+    @property
+    def delta_layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer for layer in self.layers if layer.kind == "delta")
+
+
+class KvPools(Protocol):
+    """Paged keys and values. k[ordinal], v[ordinal]: [pages, page_size, kv_heads, head_dim], contiguous, spec.dtype."""
+
+    @property
+    def k(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def v(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def page_size(self) -> int: ...
+
+
+class RecurrentPools(Protocol):
+    """Recurrent state by row. delta[ordinal]: f32 [rows, H_v, d_k, d_v]. conv[ordinal]: spec.dtype [rows, conv_dim, K − 1]."""
+
+    @property
+    def delta(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def conv(self) -> Sequence[torch.Tensor]: ...
+
+
+class Model(Protocol):
+    """A loaded model. It owns weights only; all state of sequences lies in the pools that it is handed."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        """Run the batch, advance the state, return logits f32 [len(batch.logit_rows), vocab_size].
+
+        Writes the keys and values of the batch's tokens into their pages, advances each sequence's state_row and copies
+        it to every cut's dest_row. A fresh sequence's row is taken as zeros whatever it holds.
+        """
+        ...
