@@ -1,0 +1,35 @@
+"""What a worker process is told at its start, as one JSON argument. The server writes it, worker/main.py reads it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one worker.
+
+    model_dir: directory of a Hugging Face checkpoint. model_name: what clients call it.
+    state_dir: where the worker may keep digests and checkpoints; created if absent.
+    threads: CPU threads for the engine, 0 = choose.
+    ram_cache_bytes: budget of the RAM tier; 0 turns saving off.
+    engine: further fields of `engine.config.EngineConfig`, by name.
+    """
+
+    model_dir: str
+    model_name: str
+    state_dir: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    ram_cache_bytes: int = 1 << 30
+    log_level: str = "INFO"
+    engine: dict[str, int | float | str | bool] = {}
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSettings:
+        """Raises msgspec.ValidationError, which names the field."""
+        return msgspec.json.decode(text, type=cls)
