@@ -1,55 +1,126 @@
-"""Settings of one engine. `resolve` decides every "auto" and returns a copy; nothing here reads the environment."""
+"""Settings of one engine. Frozen; `resolve` decides every "auto" and returns a copy.
+
+Reads no environment and no files except /proc/meminfo (`Machine.here`); the sizes of pools are worked out in budget.py.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-import torch
-
+from engine import budget
 from engine.errors import InvalidRequest
+from engine.models.base import ModelSpec
 
 Backend = Literal["cpu", "reference"]
-SlotPolicy = Literal["lru", "lru_floor", "frequency"]
+Auto = Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How a checkpoint is run.
+class Machine:
+    """What "auto" is decided from. cores: usable by this process. available_bytes: memory that may be taken."""
 
-    backend: "cpu" is fast; "reference" computes in f32 with results that depend on nothing but the token prefix.
-    dtype: "auto" keeps the checkpoint's (always f32 on the reference backend), or "bfloat16" / "float32".
-    threads: CPU threads of one forward pass; 0 = as many as torch would use.
-    slots: expert slots shared by all MoE layers; None keeps every expert in place (nothing is copied).
-    slot_policy: who leaves when a slot is needed. slot_floor: slots each layer keeps under "lru_floor".
-    fetch_limit: misses of a decode step that are fetched into slots; the rest run from the host bank. −1 = all that fit.
-    kernels: False keeps to plain torch even where the C++ library is present.
+    cores: int
+    available_bytes: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine now. Without /proc/meminfo (not Linux) 4 GiB are assumed."""
+        try:
+            cores = len(os.sched_getaffinity(0))
+        except AttributeError:
+            cores = os.cpu_count() or 1
+        available = 4 << 30
+        try:
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) << 10
+        except OSError:
+            pass
+        return cls(cores, available)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and how much may run at once.
+
+    model_dir: directory with config.json and *.safetensors.
+    backend: "cpu" is fast; "reference" is f32 and row-invariant, for tests.
+    dtype: of weights, activations and KV; "auto" = as the checkpoint stores them, f32 on the reference backend.
+    threads: CPU threads; "auto" = all cores of this process.
+    page_size: token positions per KV page.
+    chunk_tokens: prefill chunks end at multiples of this, counted from position 0 whatever was restored.
+    step_tokens: tokens per step, decode rows first; a step that has prefill takes at least one chunk. "auto" = chunk_tokens.
+    max_rows: requests that run at once.
+    max_context: tokens of prompt and output together; "auto" = the model's, if the pages allow it.
+    memory_bytes: for KV pages and recurrent rows; "auto" = a quarter of what is available.
+    kv_tokens: token positions over all pages; "auto" = from memory_bytes.
+    snapshot_rows: recurrent rows beside the running ones, for held states; "auto" = from memory_bytes, at most 64.
+    slots: expert slots over all MoE layers; "auto" = every expert resident.
+    slot_policy: who is evicted from the slots.
+    poison_freed: fill freed pages and rows with NaN (tests), so that a stale read shows.
     """
 
+    model_dir: Path | None = None
     backend: Backend = "cpu"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    threads: int = 0
-    slots: int | None = None
-    slot_policy: SlotPolicy = "lru_floor"
-    slot_floor: int = 0
-    fetch_limit: int = -1
-    kernels: bool = True
+    threads: int | Auto = "auto"
+    page_size: int = 64
+    chunk_tokens: int = 512
+    step_tokens: int | Auto = "auto"
+    max_rows: int = 16
+    max_context: int | Auto = "auto"
+    memory_bytes: int | Auto = "auto"
+    kv_tokens: int | Auto = "auto"
+    snapshot_rows: int | Auto = "auto"
+    slots: int | Auto = "auto"
+    slot_policy: Literal["lru"] = "lru"
+    poison_freed: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("page_size", "chunk_tokens", "max_rows"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(name, getattr(self, name), "an integer ≥ 1")
+        for name in ("threads", "step_tokens", "max_context", "memory_bytes", "kv_tokens", "slots"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise InvalidRequest(name, value, 'an integer ≥ 1 or "auto"')
+        if self.snapshot_rows != "auto" and self.snapshot_rows < 0:
+            raise InvalidRequest("snapshot_rows", self.snapshot_rows, 'an integer ≥ 0 or "auto"')
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """Decide what was left to us. Raises InvalidRequest naming the field that is out of range."""
-    if config.backend not in ("cpu", "reference"):
-        raise InvalidRequest("backend", config.backend, "cpu, reference")
-    if config.dtype not in ("auto", "bfloat16", "float32"):
-        raise InvalidRequest("dtype", config.dtype, "auto, bfloat16, float32")
-    if config.slot_policy not in ("lru", "lru_floor", "frequency"):
-        raise InvalidRequest("slot_policy", config.slot_policy, "lru, lru_floor, frequency")
-    if config.slots is not None and config.slots < 1:
-        raise InvalidRequest("slots", config.slots, "at least 1, or None")
-    if config.threads < 0:
-        raise InvalidRequest("threads", config.threads, "0 (automatic) or more")
-    if config.backend == "reference":
-        if config.dtype == "bfloat16":
-            raise InvalidRequest("dtype", config.dtype, "auto or float32 on the reference backend")
-        config = replace(config, dtype="float32", kernels=False)
-    return replace(config, threads=config.threads or torch.get_num_threads())
+    def resolve(self, machine: Machine, spec: ModelSpec | None = None) -> EngineConfig:
+        """A copy in which nothing that can be known yet is "auto".
+
+        Without spec (before the weights are read) only threads, step_tokens and memory_bytes are decided, and dtype and
+        slots stay as they are for the loader; with it everything is.
+        """
+        cores = max(1, machine.cores)
+        known = replace(
+            self,
+            threads=cores if self.threads == "auto" else self.threads,
+            step_tokens=self.chunk_tokens if self.step_tokens == "auto" else self.step_tokens,
+            memory_bytes=machine.available_bytes // 4 if self.memory_bytes == "auto" else self.memory_bytes,
+        )
+        if spec is None:
+            return known
+        assert known.memory_bytes != "auto"
+        sizes = budget.pool_sizes(
+            memory_bytes=known.memory_bytes,
+            kv_token_bytes=budget.kv_token_bytes(spec),
+            state_row_bytes=budget.state_row_bytes(spec),
+            page_size=self.page_size,
+            max_rows=self.max_rows,
+            max_context=spec.max_context if self.max_context == "auto" else min(self.max_context, spec.max_context),
+            kv_tokens=None if self.kv_tokens == "auto" else self.kv_tokens,
+            snapshot_rows=None if self.snapshot_rows == "auto" else self.snapshot_rows,
+        )
+        return replace(
+            known,
+            dtype=str(spec.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            max_context=sizes.max_context,
+            kv_tokens=sizes.pages * self.page_size,
+            snapshot_rows=sizes.snapshot_rows,
+            slots=known.slots if spec.slots is None else spec.slots,
+        )
