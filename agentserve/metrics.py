@@ -1,0 +1,119 @@
+"""Prometheus metrics of the server process: one object, one method per thing that happens. No HTTP here; see `render`.
+
+The worker's own figures arrive with its Load reports and are shown as they were last reported.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from agentserve.deadlines import DeadlineStatus
+from agentserve.worker.messages import Load, TurnFailed, TurnFinished
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """All metrics of one server. Each has its own registry, so that several servers fit in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"agentserve_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"agentserve_{name}", text, labels, registry=registry)
+
+        self._ttft = Histogram(
+            "agentserve_ttft_seconds",
+            "Time from accepting a turn to its first generated token",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._restore = Histogram(
+            "agentserve_restore_seconds", "Time to restore a checkpoint", buckets=TTFT_BUCKETS_S, registry=registry
+        )
+        self._turns = counter("turns", "Turns by how they ended", ("outcome",))
+        self._deadlines = counter("deadlines", "Turns by the final status of their deadline", ("status",))
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by where their state came from", ("source",))
+        self._output_tokens = counter("output_tokens", "Generated tokens")
+        self._written_tokens = counter("checkpoint_tokens_written", "Tokens whose state was newly saved")
+        self._restarts = gauge("worker_restarts", "Times the worker was started again")
+        self._ready = gauge("worker_ready", "1 while a worker is ready")
+        self._sockets = gauge("open_sockets", "Open WebSocket connections")
+        self._refused = counter("connections_refused", "Connections refused before they were accepted", ("reason",))
+        self._active = gauge("active_responses", "Responses that have not ended")
+        self._errors = counter("errors", "Error events and responses by code", ("code",))
+        self._worker_turns = gauge("worker_turns", "Turns in the worker", ("state",))
+        self._waiting_tokens = gauge("worker_waiting_prefill_tokens", "Prompt tokens that wait for prefill")
+        self._rate = gauge("worker_tokens_per_second", "Measured speed", ("phase",))
+        self._pages = gauge("worker_kv_pages", "KV pages", ("state",))
+        self._cache_bytes = gauge("checkpoint_bytes", "Bytes of saved state", ("tier",))
+        self._cache_count = gauge("checkpoints", "Saved checkpoints", ("tier",))
+        self._worker_counters = gauge("worker_counter", "Further counts that the worker reports", ("name",))
+
+    # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def turn_ended(self, frame: TurnFinished | TurnFailed) -> None:
+        if isinstance(frame, TurnFailed):
+            self._turns.labels(outcome=frame.code).inc()
+            return
+        self._turns.labels(outcome=frame.reason).inc()
+        self._prompt_tokens.labels(source="restored").inc(frame.reused_tokens)
+        self._prompt_tokens.labels(source="prefilled").inc(max(0, frame.prompt_tokens - frame.reused_tokens))
+        self._output_tokens.inc(frame.output_tokens)
+        self._written_tokens.inc(frame.written_tokens)
+        if frame.ttft_s is not None:
+            self._ttft.observe(frame.ttft_s)
+        if frame.reused_tokens:
+            self._restore.observe(frame.restore_s)
+
+    def deadline(self, status: DeadlineStatus) -> None:
+        """The final status of one turn (met or missed)."""
+        self._deadlines.labels(status=status.value).inc()
+
+    def active_responses(self, count: int) -> None:
+        self._active.set(count)
+
+    def error(self, code: str) -> None:
+        self._errors.labels(code=code).inc()
+
+    # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def socket_opened(self) -> None:
+        self._sockets.inc()
+
+    def socket_closed(self) -> None:
+        self._sockets.dec()
+
+    def refused(self, reason: str) -> None:
+        """reason: one of a few words such as `origin`, `host`, `token`, never text from the client."""
+        self._refused.labels(reason=reason).inc()
+
+    # ── worker ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def worker(self, *, ready: bool, restarts: int) -> None:
+        self._ready.set(ready)
+        self._restarts.set(restarts)
+
+    def load(self, load: Load) -> None:
+        self._worker_turns.labels(state="running").set(load.running)
+        self._worker_turns.labels(state="waiting").set(load.waiting)
+        self._waiting_tokens.set(load.waiting_prefill_tokens)
+        self._rate.labels(phase="prefill").set(load.prefill_tokens_per_s)
+        self._rate.labels(phase="decode").set(load.decode_tokens_per_s)
+        self._pages.labels(state="free").set(load.free_pages)
+        self._pages.labels(state="total").set(load.total_pages)
+        for tier, size in load.cache_bytes.items():
+            self._cache_bytes.labels(tier=tier).set(size)
+        for tier, count in load.cache_checkpoints.items():
+            self._cache_count.labels(tier=tier).set(count)
+        for name, value in load.counters.items():
+            self._worker_counters.labels(name=name).set(value)
+
+    def render(self) -> bytes:
+        """The text for `/metrics`, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
