@@ -76,7 +76,7 @@ class EngineConfig:
     kv_tokens: int | Auto = "auto"
     snapshot_rows: int | Auto = "auto"
     slots: int | Auto = "auto"
-    slot_policy: Literal["lru"] = "lru"
+    slot_policy: Literal["lru", "lru_floor", "frequency"] = "lru_floor"
     poison_freed: bool = False
 
     def __post_init__(self) -> None:

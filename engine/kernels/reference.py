@@ -1,8 +1,8 @@
 """Plain torch statement of every kernel: what fast kernels are compared with, and what runs where there are none.
 
-Rules that the reference backend relies on: a function's operations have shapes that depend only on its arguments' shapes and, in
-attention, on the position; intermediate results are f32; outputs have the input's dtype. Called with one token at a time, the
-result then depends on nothing but that token's prefix (torch's vector loops round differently in their tails, and matrix
+Rules that the reference backend relies on: the shapes of a function's operations depend only on its arguments' shapes and,
+in attention, on the position; intermediate results are f32; outputs have the input's dtype. Called with one token at a time,
+the result then depends on nothing but that token's prefix (torch's vector loops round differently in their tails, and matrix
 products differ with their row count, so calls with several tokens promise closeness only).
 """
 
@@ -115,7 +115,7 @@ def gated_delta_step(
 def gated_delta_chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """`gated_delta_step` for each token in turn; every argument but state has a leading [tokens]. Returns f32 [tokens, H_v, d_v]."""
+    """`gated_delta_step` for each token in turn; all but state have a leading [tokens]. Returns f32 [tokens, H_v, d_v]."""
     out = torch.empty(v.shape, dtype=torch.float32)
     for t in range(v.shape[0]):
         out[t] = gated_delta_step(q[t], k[t], v[t], g[t], beta[t], state)
@@ -125,7 +125,8 @@ def gated_delta_chunk(
 def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax, then the top_k best experts of each token, best first.
 
-    logits: [tokens, experts]. Returns ids int32 [tokens, top_k] and weights f32 [tokens, top_k], which sum to one if `normalize`.
+    logits: [tokens, experts]. Returns ids int32 [tokens, top_k] and weights f32 [tokens, top_k], which sum to one if
+        `normalize`.
     """
     weights, ids = torch.topk(torch.softmax(logits.float(), -1), top_k, dim=-1)
     if normalize:
@@ -136,7 +137,8 @@ def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tens
 def expert_outputs(x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
     """down(silu(gate x) · up x) of each chosen expert, before weighting; entries of ids that are −1 are left alone.
 
-    x: [tokens, hidden]. ids: int32 [tokens, top_k]. gate_up: [rows, 2·inter, hidden], gate above up. down: [rows, hidden, inter].
+    x: [tokens, hidden]. ids: int32 [tokens, top_k]. gate_up: [rows, 2·inter, hidden], gate above up. down:
+        [rows, hidden, inter].
     out: f32 [tokens, top_k, hidden].
     """
     inter = down.shape[2]

@@ -20,7 +20,7 @@ class Fingerprint:
     def add(self, name: str, dtype: str, shape: tuple[int, ...], raw: torch.Tensor) -> None:
         """raw: uint8 [nbytes], contiguous. Adding a name again changes nothing."""
         if name not in self._digests:
-            content = xxhash.xxh3_128(memoryview(raw.numpy())).digest()
+            content = xxhash.xxh3_128(raw.numpy().data).digest()
             dims = ",".join(map(str, shape))
             self._digests[name] = f"{len(name)}:{name} {dtype} [{dims}] ".encode() + content
 

@@ -1,0 +1,7 @@
+"""float32 weights: tests, and the reference backend whatever the checkpoint stores."""
+
+import torch
+
+from engine.quant.base import Format
+
+FORMAT = Format(name="f32", stored=("F32", "BF16"), dtype=torch.float32, bits=32.0)
