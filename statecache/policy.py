@@ -1,0 +1,58 @@
+"""What a checkpoint is worth and where one is placed. Integers only; no bytes, no clocks, no records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from statecache.types import BoundaryKind
+
+KIND_WEIGHT: dict[BoundaryKind, int] = {
+    BoundaryKind.PARTIAL: 1,
+    BoundaryKind.LADDER: 2,
+    BoundaryKind.SHADOW: 4,
+    BoundaryKind.JUNCTION: 6,
+    BoundaryKind.THINK_CLOSE: 6,
+    BoundaryKind.CALL_CLOSE: 7,
+    BoundaryKind.CALL_OPEN: 8,
+    BoundaryKind.THINK_OPEN: 9,
+    BoundaryKind.TOOL_RESULT: 10,
+    BoundaryKind.USER: 11,
+    BoundaryKind.PROMPT_END: 14,
+    BoundaryKind.TURN: 16,
+    BoundaryKind.SYSTEM: 64,
+}
+"""How likely a context comes back to such a place, other things equal; also which kind names a shared position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Placement and eviction settings.
+
+    shadows: tokens before the prompt end. On 48,658 recorded coding-agent requests 4.8% part from the saved context within its
+    last 256 tokens; two shadows take re-prefill from 1.32× to 1.09× of the ideal.
+    ladder_tokens: distance of regular checkpoints, 0 = none.
+    boundaries: False places only prompt end, shadows and ladder.
+    prefill_us_per_token: what recomputing one token costs; only its ratio to bytes matters.
+    half_age_s: age at which a checkpoint's chance of reuse has halved (median idle gap of the same recording: 9.7 s, p90 120
+    s).
+    slack_permille: how much of a tier one eviction round frees beyond what is needed, so that rounds are rare.
+    remembered_checkpoints, remembered_tokens: how many evicted checkpoints, and tokens in the whole index, are kept to explain
+    later misses.
+    tell_other_salts: report the divergence cause "salt". It tells a principal that another one has used the same tokens, so a
+    server with principals who must not learn that switches it off ("cold" or "tokens" is reported instead).
+    """
+
+    shadows: tuple[int, ...] = (64, 256)
+    ladder_tokens: int = 8192
+    boundaries: bool = True
+    prefill_us_per_token: int = 1000
+    half_age_s: int = 120
+    slack_permille: int = 15
+    remembered_checkpoints: int = 4096
+    remembered_tokens: int = 16 << 20
+    tell_other_salts: bool = True
+
+
+def better_kind(a: BoundaryKind, b: BoundaryKind) -> BoundaryKind:
+    """The kind that names a position where two boundaries meet; the first one when equal."""
+    return b if KIND_WEIGHT[b] > KIND_WEIGHT[a] else a
