@@ -1,0 +1,90 @@
+"""What a tier is: a shelf for immutable segments with a byte budget. It knows nothing of prefixes, sharing or worth.
+
+A segment is written once, whole, and never changed. Two kinds:
+
+- *extent*: KV rows of consecutive full blocks [start, position); part "kv". Shared by every checkpoint behind it.
+- *state*: what belongs to one position alone: "kv.tail" (rows of the partial block), one "state.NAME" per recurrent component;
+  and, as a segment of its own because it may come later, "logits".
+
+The store writes extents in rising order, then the state that needs them, and only then makes the checkpoint visible; a
+durable tier keeps that order on its medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from statecache.types import TierName
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself; compared with what the reader wants before a byte is used.
+
+    tokens: u32le ids of [start, position). key: block key at the last full block of `position` (empty when there is none).
+    parent: block key before `start`. kind of boundary and item: state segments only.
+    """
+
+    what: Literal["extent", "state", "logits"]
+    namespace: bytes
+    salt: bytes
+    key: bytes
+    parent: bytes
+    start: int
+    position: int
+    tokens: bytes
+    kind: str = ""
+    item: int = -1
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """One medium. The store calls it under its lock, except for reads, which may come from any thread.
+
+    name: reported to users; each tier of a cache has another one. extent_blocks: how many blocks the store should gather in one
+    extent (1 where each block can be freed alone).
+    """
+
+    name: TierName
+    extent_blocks: int
+
+    @property
+    def budget_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of cost() over the segments here; 0 when empty."""
+        ...
+
+    def cost(self, header: SegmentHeader, parts: Mapping[str, int]) -> int:
+        """Bytes that put() will charge for parts of these sizes, overhead included."""
+        ...
+
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
+        """Store a copy; the caller may overwrite its buffers after return. parts: uint8 arrays of any shape.
+
+        All or nothing. Returns the bytes charged. Raises TierFull or TierFailed. An existing key is replaced.
+        """
+        ...
+
+    def header(self, key: bytes) -> SegmentHeader:
+        """Raises SegmentBad when missing or unreadable."""
+        ...
+
+    def read(self, key: bytes, part: str) -> np.ndarray:
+        """One part as uint8 [nbytes], read-only, without a copy where the medium allows it. Raises SegmentBad."""
+        ...
+
+    def read_into(self, key: bytes, part: str, out: np.ndarray, offset: int = 0) -> None:
+        """Fill `out` (uint8, C-contiguous) from byte `offset` of a part. Raises SegmentBad, also when the part is too short."""
+        ...
+
+    def delete(self, key: bytes) -> int:
+        """Bytes freed; 0 when there was nothing."""
+        ...
+
+    def keys(self) -> Iterator[bytes]: ...
