@@ -1,0 +1,378 @@
+"""One tier's share of the cache: which blocks and states lie there, who needs them, what they weigh.
+
+A shelf is complete in itself: every checkpoint on it finds all its blocks on the same shelf. Blocks form chains by parent and
+are reference-counted; a state holds the last full block before it, a block holds its parent. Decides nothing: see store.py for
+what is put and evicted. Not thread-safe except for `read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from statecache.checkpoint import Record
+from statecache.errors import PayloadMismatch, SegmentBad, TierError
+from statecache.keys import KEY_BYTES
+from statecache.tiers.base import SegmentHeader, Tier
+from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
+
+_ID_BYTES = 4 * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A token prefix by all its names. ids: u32le. keys: joined keys of its full blocks."""
+
+    namespace: bytes
+    salt: bytes
+    ids: bytes
+    keys: bytes
+
+    @property
+    def position(self) -> int:
+        return len(self.ids) // 4
+
+    @property
+    def blocks(self) -> int:
+        return self.position // BLOCK_TOKENS
+
+    def key(self, block: int) -> bytes:
+        """Key of a block; empty for −1, the start."""
+        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] if block >= 0 else b""
+
+    @property
+    def tail_ids(self) -> bytes:
+        """Ids behind the last full block."""
+        return self.ids[self.blocks * _ID_BYTES :]
+
+    def block_ids(self, first: int, end: int) -> bytes:
+        return self.ids[first * _ID_BYTES : end * _ID_BYTES]
+
+
+class Extent:
+    """A segment of consecutive blocks. live: how many of its blocks are needed; at 0 it is deleted."""
+
+    __slots__ = ("blocks", "key", "live", "nbytes")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.blocks: list[Block] = []
+        self.live = 0
+        self.nbytes = 0
+
+
+class Block:
+    """64 tokens of KV. refs: needed child blocks + states that end here; 0 = only its extent keeps it."""
+
+    __slots__ = ("extent", "ids", "index", "key", "parent", "refs")
+
+    def __init__(self, key: bytes, parent: Block | None, index: int, ids: bytes, extent: Extent) -> None:
+        self.key = key
+        self.parent = parent
+        self.index = index
+        self.ids = ids
+        self.extent = extent
+        self.refs = 0
+
+
+class Holding:
+    """What a shelf has of one checkpoint beside its blocks."""
+
+    __slots__ = ("logits_bytes", "logits_key", "state_bytes", "state_key", "tail")
+
+    def __init__(self, tail: Block | None, state_key: bytes, state_bytes: int) -> None:
+        self.tail = tail
+        self.state_key = state_key
+        self.state_bytes = state_bytes
+        self.logits_key: bytes | None = None
+        self.logits_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.state_bytes + self.logits_bytes
+
+
+class Collision(TierError):
+    """A block key names another path already. Nothing is stored; the path simply is not cached."""
+
+
+class Shelf:
+    """See the module. Counters are read by StateCache.stats()."""
+
+    def __init__(self, tier: Tier, layout: Layout) -> None:
+        self.tier = tier
+        self.layout = layout
+        self.blocks: dict[bytes, Block] = {}
+        self.holdings: dict[str, Holding] = {}
+        self.evictions = 0
+        self.hits = 0
+        self.written_bytes = 0
+        self.refused = 0
+        self.quarantined = 0
+
+    # ── what is here ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stored_blocks(self, path: Path) -> tuple[Block | None, int]:
+        """The last of the leading blocks of `path` that are here, and their number. Compares ids and parents, not keys alone.
+
+        Raises Collision when a key is here for another path.
+        """
+        parent: Block | None = None
+        for index in range(path.blocks):
+            block = self.blocks.get(path.key(index))
+            if block is None:
+                return parent, index
+            if block.parent is not parent or block.index != index or block.ids != path.block_ids(index, index + 1):
+                raise Collision(f"block key {block.key.hex()} names two paths")
+            parent = block
+        return parent, path.blocks
+
+    def restored_bytes(self, record: Record) -> int:
+        """Bytes that a restore of the record reads."""
+        return record.position * self.layout.kv_token_bytes + sum(n for _, n in self.layout.state)
+
+    def exclusive_bytes(self, record: Record) -> int:
+        """Bytes that only this record needs. For extents of several blocks, their even share."""
+        holding = self.holdings[record.id]
+        total = holding.nbytes
+        block = holding.tail
+        while block is not None and block.refs == 1:
+            total += block.extent.nbytes // len(block.extent.blocks)
+            block = block.parent
+        return total
+
+    def chain(self, record: Record) -> Iterator[Block]:
+        """Its blocks, last first."""
+        block = self.holdings[record.id].tail
+        while block is not None:
+            yield block
+            block = block.parent
+
+    def depends_on(self, record: Record, segment: bytes) -> bool:
+        holding = self.holdings.get(record.id)
+        if holding is None:
+            return False
+        return segment in (holding.state_key, holding.logits_key) or any(b.extent.key == segment for b in self.chain(record))
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def cost(self, path: Path, stored: int, payload: Payload) -> int:
+        """Bytes that write() will charge when `stored` leading blocks are here."""
+        total = 0
+        for first, end in self._extents(path, stored):
+            header = self._extent_header(path, first, end)
+            total += self.tier.cost(header, {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes})
+        sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
+        total += self.tier.cost(self._state_header(path, "state"), sizes)
+        if payload.logits is not None:
+            total += self.logits_cost(path, payload.logits)
+        return total
+
+    def logits_cost(self, path: Path, logits: np.ndarray) -> int:
+        return self.tier.cost(self._state_header(path, "logits"), {"logits": 4 * logits.size})
+
+    def write(self, record: Record, path: Path, payload: Payload) -> int:
+        """Store what is missing of the checkpoint: extents in rising order, then state, then logits. Returns bytes charged.
+
+        On any TierError what was written is taken back. Raises PayloadMismatch when the payload lacks rows that are missing
+        here.
+        """
+        tail, stored = self.stored_blocks(path)
+        self.hold(tail)
+        written = 0
+        state_key = b"s" + bytes.fromhex(record.id)
+        try:
+            for first, end in self._extents(path, stored):
+                keys = [path.key(index) for index in range(first, end)]
+                if len(set(keys)) < len(keys) or not self.blocks.keys().isdisjoint(keys):
+                    raise Collision(f"a key of blocks {first}…{end - 1} names two paths")
+                extent = Extent(b"x" + keys[-1])
+                rows = rows_between(payload, first * BLOCK_TOKENS, end * BLOCK_TOKENS)
+                extent.nbytes = self.tier.put(extent.key, self._extent_header(path, first, end), {"kv": rows})
+                written += extent.nbytes
+                for index, key in enumerate(keys, first):
+                    block = Block(key, tail, index, path.block_ids(index, index + 1), extent)
+                    extent.blocks.append(block)
+                    self.blocks[key] = block
+                    self.hold(block)
+                    self.drop(tail)
+                    tail = block
+            state_bytes = self.tier.put(state_key, self._state_header(path, "state"), self._state_parts(path, payload))
+            written += state_bytes
+            holding = Holding(tail, state_key, state_bytes)
+            if payload.logits is not None:
+                written += self._write_logits(holding, record, path, payload.logits)
+        except BaseException:
+            self.tier.delete(state_key)
+            self.drop(tail)
+            raise
+        self.holdings[record.id] = holding
+        self.written_bytes += written
+        return written
+
+    def write_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
+        """Add final logits to a checkpoint that has none. Returns bytes charged."""
+        written = self._write_logits(self.holdings[record.id], record, path, logits)
+        self.written_bytes += written
+        return written
+
+    def remove(self, record: Record) -> None:
+        """Take the record off this shelf and free what nothing else needs."""
+        holding = self.holdings.pop(record.id)
+        if holding.logits_key is not None:
+            self.tier.delete(holding.logits_key)
+        self.tier.delete(holding.state_key)
+        self.drop(holding.tail)
+
+    def hold(self, block: Block | None) -> None:
+        """Keep a block and all before it until drop()."""
+        while block is not None:
+            block.refs += 1
+            if block.refs > 1:
+                return
+            block.extent.live += 1
+            block = block.parent
+
+    def drop(self, block: Block | None) -> None:
+        """Take back one hold; what nothing needs any more is deleted."""
+        while block is not None:
+            block.refs -= 1
+            if block.refs > 0:
+                return
+            extent = block.extent
+            extent.live -= 1
+            if extent.live == 0:
+                self.tier.delete(extent.key)
+                for member in extent.blocks:
+                    if self.blocks.get(member.key) is member:
+                        del self.blocks[member.key]
+            block = block.parent
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def read(self, record: Record, path: Path, kv_out: np.ndarray | None = None) -> Payload:
+        """All bytes of a checkpoint, each segment's header compared with `path` first. Read-only views where possible.
+
+        path: of the *asking* context, cut at the record's position. kv_out: uint8 [≥ position, kv_token_bytes] to read rows
+        into; then there is one run, a view of it. Raises SegmentBad.
+        """
+        holding = self.holdings.get(record.id)
+        if holding is None:
+            raise SegmentBad(self.tier.name, b"s" + bytes.fromhex(record.id), "no longer here")
+        width = self.layout.kv_token_bytes
+        full = path.blocks * BLOCK_TOKENS
+        runs: list[KvRun] = []
+        for first, end, extent in self._needed_extents(record):
+            header = self.tier.header(extent.key)
+            count = end - first
+            self._check(extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")
+            nbytes = count * BLOCK_TOKENS * width
+            if kv_out is not None:
+                self.tier.read_into(extent.key, "kv", kv_out[first * BLOCK_TOKENS : end * BLOCK_TOKENS])
+                continue
+            data = self.tier.read(extent.key, "kv")
+            if data.nbytes != len(extent.blocks) * BLOCK_TOKENS * width:
+                raise SegmentBad(self.tier.name, extent.key, f"kv has {data.nbytes} bytes")
+            runs.append(KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width)))
+        header = self.tier.header(holding.state_key)
+        self._check(holding.state_key, header, path, full, path.position, "state")
+        tail = self._part(holding.state_key, "kv.tail", (path.position - full) * width).reshape(path.position - full, width)
+        if kv_out is not None:
+            kv_out[full : path.position] = tail
+            runs = [KvRun(0, kv_out[: path.position])]
+        elif len(tail):
+            runs.append(KvRun(full, tail))
+        state = {name: self._part(holding.state_key, f"state.{name}", size) for name, size in self.layout.state}
+        logits = None
+        if holding.logits_key is not None:
+            header = self.tier.header(holding.logits_key)
+            self._check(holding.logits_key, header, path, full, path.position, "logits")
+            logits = self._part(holding.logits_key, "logits", 4 * self.layout.vocab_size).view("<f4")
+        return Payload(path.position, tuple(runs), state, logits)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _needed_extents(self, record: Record) -> Iterator[tuple[int, int, Extent]]:
+        """(first block, end block, extent) over the record's chain, in order."""
+        spans: list[tuple[int, int, Extent]] = []
+        block = self.holdings[record.id].tail
+        while block is not None:
+            first = block.extent.blocks[0]
+            spans.append((first.index, block.index + 1, block.extent))
+            block = first.parent
+        return reversed(spans)
+
+    def _part(self, key: bytes, name: str, nbytes: int) -> np.ndarray:
+        array = self.tier.read(key, name)
+        if array.nbytes != nbytes:
+            raise SegmentBad(self.tier.name, key, f"part {name!r} has {array.nbytes} bytes, the layout says {nbytes}")
+        return array
+
+    def _check(self, key: bytes, header: SegmentHeader, path: Path, start: int, end: int, what: str) -> None:
+        """Raises SegmentBad unless the segment is this path's [start, end) under this namespace and salt."""
+        if header.what != what:
+            raise SegmentBad(self.tier.name, key, f"is {header.what}, not {what}")
+        if header.namespace != path.namespace:
+            raise SegmentBad(self.tier.name, key, "other namespace")
+        if header.salt != path.salt:
+            raise SegmentBad(self.tier.name, key, "other salt")
+        if header.start != start or (header.position < end if what == "extent" else header.position != end):
+            raise SegmentBad(self.tier.name, key, f"covers [{header.start}, {header.position}), not [{start}, {end})")
+        if header.tokens[: 4 * (end - start)] != path.ids[4 * start : 4 * end]:
+            raise SegmentBad(self.tier.name, key, "other token ids")
+
+    def _extents(self, path: Path, stored: int) -> Iterator[tuple[int, int]]:
+        step = self.tier.extent_blocks
+        for first in range(stored, path.blocks, step):
+            yield first, min(first + step, path.blocks)
+
+    def _extent_header(self, path: Path, first: int, end: int) -> SegmentHeader:
+        return SegmentHeader(
+            "extent",
+            path.namespace,
+            path.salt,
+            path.key(end - 1),
+            path.key(first - 1),
+            first * BLOCK_TOKENS,
+            end * BLOCK_TOKENS,
+            path.block_ids(first, end),
+        )
+
+    def _state_header(self, path: Path, what: str) -> SegmentHeader:
+        key, start = path.key(path.blocks - 1), path.blocks * BLOCK_TOKENS
+        ids = path.ids[4 * start :]
+        assert what in ("state", "logits")
+        return SegmentHeader(what, path.namespace, path.salt, key, key, start, path.position, ids)
+
+    def _state_parts(self, path: Path, payload: Payload) -> dict[str, np.ndarray]:
+        parts = {"kv.tail": rows_between(payload, path.blocks * BLOCK_TOKENS, path.position)}
+        for name, _ in self.layout.state:
+            parts[f"state.{name}"] = payload.state[name]
+        return parts
+
+    def _write_logits(self, holding: Holding, record: Record, path: Path, logits: np.ndarray) -> int:
+        key = b"l" + bytes.fromhex(record.id)
+        data = np.ascontiguousarray(logits, dtype="<f4").view(np.uint8)
+        holding.logits_bytes = self.tier.put(key, self._state_header(path, "logits"), {"logits": data})
+        holding.logits_key = key
+        return holding.logits_bytes
+
+
+def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
+    """KV rows [start, end) of a payload, a view where one run holds them all. Raises PayloadMismatch when some are missing."""
+    if start == end:
+        width = payload.kv[0].rows.shape[1] if payload.kv else 0
+        return np.empty((0, width), dtype=np.uint8)
+    pieces: list[np.ndarray] = []
+    at = start
+    for run in payload.kv:
+        run_end = run.start + len(run.rows)
+        if run.start <= at < run_end:
+            stop = min(end, run_end)
+            pieces.append(run.rows[at - run.start : stop - run.start])
+            at = stop
+            if at == end:
+                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    raise PayloadMismatch(f"payload at {payload.position} lacks KV rows [{at}, {end})")
