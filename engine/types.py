@@ -171,7 +171,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters for metrics and the TTFT estimate; taken between steps."""
+    """Counters for metrics and the TTFT estimate; taken between steps.
+
+    waiting_prefill_tokens: prompt tokens not yet computed, of running requests too. cuts_skipped: cuts that gave no hold for
+    want of a recurrent row. preemptions: requests sent to host memory for want of pages.
+    """
 
     running: int
     waiting: int
@@ -187,3 +191,5 @@ class EngineStats:
     decode_seconds: float
     slot_hits: int = 0
     slot_misses: int = 0
+    cuts_skipped: int = 0
+    preemptions: int = 0

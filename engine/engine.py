@@ -1,0 +1,374 @@
+"""The step loop: requests in, events out. Token ids only.
+
+One step is: end what was cancelled, make room and admit (scheduler), make holds that are due, run one forward pass over
+decoding rows and prefill chunks together, check and publish what it computed, draw the next tokens. Nothing computed by a
+pass is published, held or shared before its logits were seen to be finite.
+
+Not thread-safe: one thread calls everything, between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.batch import ForwardBatch, SeqSlice, StateCut
+from engine.config import EngineConfig, Machine
+from engine.errors import InvalidRequest
+from engine.kvcache.store import NO_ROW, Held, StateStore
+from engine.models.base import Model
+from engine.requests import check_hold, check_request, check_snapshot
+from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
+from engine.scheduler.scheduler import Scheduler, Slice
+from engine.scheduler.sequence import Sequence as Running
+from engine.types import (
+    CutReached,
+    EngineEvent,
+    EngineStats,
+    Finished,
+    FinishReason,
+    HoldId,
+    ModelInfo,
+    PrefillProgress,
+    Request,
+    StateLayout,
+    StateSnapshot,
+    TokenEvent,
+)
+
+
+class Engine:
+    """Runs requests on one model, many at a time, and keeps their state where it is asked to.
+
+    reclaim(pages): set by whoever owns holds. Called inside step() when pages or rows run out; it should release holds worth
+    about that many pages (it may copy_out first) and return how many it released, 0 if it has none to give.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, weights_digest: str = "") -> None:
+        self.model = model
+        spec = model.spec
+        self.config = config = config.resolve(Machine.here(), spec)
+        assert config.kv_tokens != "auto" and config.snapshot_rows != "auto"
+        assert config.max_context != "auto" and config.step_tokens != "auto"
+        self.max_context = config.max_context
+        self.store = StateStore(
+            spec,
+            pages=config.kv_tokens // config.page_size,
+            page_size=config.page_size,
+            rows=config.max_rows + config.snapshot_rows,
+            poison=config.poison_freed,
+        )
+        self.scheduler = Scheduler(
+            self.store, max_rows=config.max_rows, chunk_tokens=config.chunk_tokens, step_tokens=config.step_tokens
+        )
+        self.layout: StateLayout = self.store.layout
+        self.info = ModelInfo(
+            model_type=spec.model_type,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            max_context=self.max_context,
+            layers=len(spec.layers),
+            parameters=spec.parameters,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            backend=config.backend,
+            weights_digest=weights_digest,
+            numerics=spec.numerics,
+        )
+        self._requests: dict[str, Running] = {}
+        self._cancelled: dict[str, bool] = {}
+        self._token_bytes: Sequence[bytes] | None = None
+        self._arrivals = 0
+        self._prefill_tokens = self._decode_tokens = 0
+        self._prefill_seconds = self._decode_seconds = 0.0
+
+    # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reclaim(self) -> Callable[[int], int] | None:
+        return self.scheduler.reclaim
+
+    @reclaim.setter
+    def reclaim(self, callback: Callable[[int], int] | None) -> None:
+        self.scheduler.reclaim = callback
+
+    @property
+    def has_work(self) -> bool:
+        """A step would, or may later, give events."""
+        return bool(self._requests)
+
+    def set_token_bytes(self, table: Sequence[bytes]) -> None:
+        """table[id]: the bytes that token id stands for, for stop strings; ids beyond its end have none."""
+        self._token_bytes = table
+
+    def submit(self, request: Request) -> None:
+        """Check and queue. A restored hold is pinned now, so it may be released right after; a snapshot's arrays must stay
+        unchanged until the request's first event. Cuts before the restored position are ignored.
+
+        Raises InvalidRequest, ContextTooLong, SnapshotMismatch or UnknownHold, queueing nothing.
+        """
+        if request.id in self._requests:
+            raise InvalidRequest("id", request.id, "an id that is not in use")
+        check_request(request, self.info.vocab_size, self.max_context, self._token_bytes is not None)
+        restore: Held | StateSnapshot | None = None
+        if isinstance(request.restore, StateSnapshot):
+            check_snapshot(request, request.restore, self.layout)
+            restore = request.restore
+        elif request.restore is not None:
+            check_hold(request, self.store.get(request.restore))
+            restore = self.store.pin(request.restore)
+        sampler = Sampler(request.sampling, request.token_ids, self.info.vocab_size)
+        seq = Running(request, self._arrivals, sampler, restore)
+        self._arrivals += 1
+        self._requests[request.id] = seq
+        self.scheduler.waiting.append(seq)
+
+    def declare_cut(self, request_id: str, position: int) -> None:
+        """Hold the state at `position` when it is there: now (given out by the next step) or later, in prompt or output.
+
+        Raises InvalidRequest for a request that is unknown or finished, or a position that is already passed. A position that
+        is never reached gives nothing. Logits are held only with a cut at the prompt end that was declared before it.
+        """
+        seq = self._requests.get(request_id)
+        if seq is None:
+            raise InvalidRequest("request_id", request_id, "a request that is queued or running")
+        done = seq.computed if seq.restore is None else seq.restore.position
+        if position < max(1, done):
+            raise InvalidRequest("position", position, f"{max(1, done)} or later")
+        seq.add_cut(position)
+
+    def cancel(self, request_id: str, hold: bool = False) -> None:
+        """End a request, wherever it is; Finished("cancelled") comes from the next step. hold: also keep what is computed.
+
+        An unknown or finished id is ignored: its end may be on the way.
+        """
+        if request_id in self._requests:
+            self._cancelled[request_id] = hold
+
+    # ── holds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def release(self, hold: HoldId) -> None:
+        """Raises UnknownHold."""
+        self.store.release(hold)
+
+    @torch.inference_mode()
+    def copy_out(self, hold: HoldId, kv_start: int = 0) -> StateSnapshot:
+        """A copy of a held state on the host: KV rows from kv_start on, recurrent components, logits if held.
+
+        Raises UnknownHold, or InvalidRequest unless 0 ≤ kv_start ≤ position.
+        """
+        held = self.store.get(hold)
+        if not 0 <= kv_start <= held.position:
+            raise InvalidRequest("kv_start", kv_start, f"0 to {held.position}")
+        return self.store.export(held, kv_start)
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def step(self) -> list[EngineEvent]:
+        """Advance every running request by one forward pass. Returns what happened, in order; may be empty.
+
+        An exception of the model (not NaN, which ends one request) ends the requests of that pass with "error" in the next
+        step, since their recurrent state may be half advanced, and is raised.
+        """
+        events: list[EngineEvent] = []
+        self._end_cancelled(events)
+        self.scheduler.prepare()
+        self._end_starved(events)
+        self._before_pass(events)
+        slices = self.scheduler.slices()
+        if not slices:
+            return events
+        began = time.perf_counter()
+        try:
+            logits = self.model.forward(self._batch(slices), self.store.kv, self.store.states)
+        except BaseException:
+            self._abandon(slices)
+            raise
+        self._publish(slices, logits, events)
+        self._count(slices, time.perf_counter() - began)
+        return events
+
+    def _end_cancelled(self, events: list[EngineEvent]) -> None:
+        for request_id, hold in self._cancelled.items():
+            seq = self._requests[request_id]
+            if seq.failed is not None:
+                self._finish(seq, "error", events, error=seq.failed)
+            else:
+                self._finish(seq, "cancelled", events, hold=hold)
+        self._cancelled.clear()
+
+    def _end_starved(self, events: list[EngineEvent]) -> None:
+        for seq in self.scheduler.take_starved():
+            self._finish(seq, "error", events, error=self.scheduler.shortage(seq))
+
+    def _before_pass(self, events: list[EngineEvent]) -> None:
+        """Holds at positions where the state already is, and first tokens of wholly restored prompts."""
+        for seq in tuple(self.scheduler.running):
+            if seq.cuts and seq.cuts[0] <= seq.computed:
+                seq.take_cuts(seq.computed)
+                row = self.scheduler.row_for_hold(seq)
+                if row is not None:
+                    self._hold(seq, row, seq.logits, events)
+            if seq.logits is not None:
+                logits, seq.logits = seq.logits, None
+                self._draw([seq], logits[None], events)
+
+    def _batch(self, slices: list[Slice]) -> ForwardBatch:
+        page_size = self.store.page_size
+        seqs: list[SeqSlice] = []
+        ids: list[torch.Tensor] = []
+        positions: list[torch.Tensor] = []
+        last: list[int] = []
+        at = 0
+        for part in slices:
+            seq = part.seq
+            table = seq.table
+            assert table is not None
+            start, end = part.start, part.end
+            cuts = tuple(StateCut(position - start, row) for position, row in part.cuts if row != NO_ROW)
+            pages = table.view(-(-end // page_size))
+            seqs.append(SeqSlice(at, end - start, start, pages, seq.row, start == 0, cuts))
+            ids.append(torch.from_numpy(seq.tokens[start:end]))
+            positions.append(torch.arange(start, end))
+            at += end - start
+            last.append(at - 1)
+        if len(slices) == 1:
+            return ForwardBatch(ids[0], positions[0], tuple(seqs), torch.tensor(last))
+        return ForwardBatch(torch.cat(ids), torch.cat(positions), tuple(seqs), torch.tensor(last))
+
+    def _publish(self, slices: list[Slice], logits: torch.Tensor, events: list[EngineEvent]) -> None:
+        """Take over what a pass computed, for each request whose logits are finite."""
+        drawing: list[Running] = []
+        rows: list[int] = []
+        for index, (part, good) in enumerate(zip(slices, finite_rows(logits), strict=True)):
+            seq = part.seq
+            if not good:
+                for _, row in part.cuts:
+                    self.store.release_row(row)
+                error = f"NaN or infinity in the logits after position {part.end}"
+                self._finish(seq, "error", events, error=error)
+                continue
+            seq.computed = part.end
+            if not part.decode:
+                events.append(PrefillProgress(seq.id, part.end, seq.prompt_length))
+            for position, row in part.cuts:
+                at_prompt_end = position == seq.prompt_length
+                self._hold(seq, row, logits[index].clone() if at_prompt_end else None, events, position)
+            if part.end == seq.length:
+                drawing.append(seq)
+                rows.append(index)
+        if drawing:
+            wanted = logits if len(rows) == len(slices) else logits[rows]
+            self._draw(drawing, wanted, events)
+
+    def _draw(self, seqs: list[Running], logits: torch.Tensor, events: list[EngineEvent]) -> None:
+        """Draw each request's next token from its row of logits, and end those that are done."""
+        if any(seq.request.sampling.max_tokens == 0 for seq in seqs):
+            for seq, row in zip(seqs, logits, strict=True):
+                if seq.request.sampling.max_tokens == 0:
+                    self._finish(seq, "length", events, hold=seq.request.hold_at_end, logits=row)
+                else:
+                    self._draw([seq], row[None], events)
+            return
+        choices = choose_tokens(logits, [s.sampler for s in seqs], [s.output_length for s in seqs])
+        for index, (seq, choice) in enumerate(zip(seqs, choices, strict=True)):
+            events.append(TokenEvent(seq.id, choice.token_id, seq.output_length, choice.logprob, choice.top))
+            reason = self._accept(seq, choice)
+            if reason is not None:
+                at_prompt_end = logits[index] if seq.computed == seq.prompt_length else None
+                self._finish(seq, reason, events, hold=seq.request.hold_at_end, logits=at_prompt_end)
+
+    def _accept(self, seq: Running, choice: Choice) -> FinishReason | None:
+        """Add a drawn token to the sequence; why it ends now, or None."""
+        sampler = seq.sampler
+        token = choice.token_id
+        seq.append(token)
+        sampler.observe(token)
+        if token in sampler.stop_ids:
+            return "stop"
+        if sampler.stop is not None:
+            table = self._token_bytes
+            assert table is not None
+            if sampler.stop.feed(table[token] if token < len(table) else b""):
+                return "stop_string"
+        if seq.output_length >= seq.request.sampling.max_tokens or seq.length >= self.max_context:
+            return "length"
+        return None
+
+    def _hold(
+        self, seq: Running, row: int, logits: torch.Tensor | None, events: list[EngineEvent], position: int | None = None
+    ) -> None:
+        """Publish the state at position (default: where seq is); the hold takes over `row`."""
+        position = seq.computed if position is None else position
+        assert seq.table is not None
+        hold = self.store.hold(seq.table, position, row, seq.tokens, logits)
+        seq.held_at = position
+        events.append(CutReached(seq.id, position, hold))
+
+    def _finish(
+        self,
+        seq: Running,
+        reason: FinishReason,
+        events: list[EngineEvent],
+        *,
+        error: str | None = None,
+        hold: bool = False,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        """The end of a request. hold: keep its state first, unless a cut just kept the same position."""
+        if hold and seq.table is not None and seq.computed > seq.held_at:
+            row, seq.row = seq.row, NO_ROW
+            self._hold(seq, row, None if logits is None else logits.clone(), events)
+        self.scheduler.retire(seq)
+        del self._requests[seq.id]
+        events.append(Finished(seq.id, reason, seq.prompt_length, seq.output_length, error))
+
+    def _abandon(self, slices: list[Slice]) -> None:
+        for part in slices:
+            for _, row in part.cuts:
+                self.store.release_row(row)
+            part.seq.failed = "the forward pass failed"
+            self._cancelled[part.seq.id] = False
+
+    # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _count(self, slices: list[Slice], seconds: float) -> None:
+        """A mixed step's time is divided by tokens."""
+        decode = sum(1 for part in slices if part.decode)
+        prefill = sum(part.end - part.start for part in slices if not part.decode)
+        self._decode_tokens += decode
+        self._prefill_tokens += prefill
+        self._decode_seconds += seconds * decode / (decode + prefill)
+        self._prefill_seconds += seconds * prefill / (decode + prefill)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and what is free now. Rows are those of recurrent state; without any, of requests."""
+        scheduler, store = self.scheduler, self.store
+        rows = store.rows.total or scheduler.max_rows
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            waiting_prefill_tokens=scheduler.unprefilled_tokens(),
+            free_pages=store.pages.free,
+            total_pages=store.pages.total,
+            free_rows=store.rows.free if store.rows.total else rows - len(scheduler.running),
+            total_rows=rows,
+            held=len(store.holds),
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self._decode_seconds,
+            cuts_skipped=scheduler.cuts_skipped,
+            preemptions=scheduler.preemptions,
+        )
+
+    def check(self) -> None:
+        """Assert that every page and row is free, held or running, exactly as counted. For tests, after any call."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        pins = [seq.restore for seq in waiting if isinstance(seq.restore, Held)]
+        self.store.check([seq.table for seq in running if seq.table is not None], [seq.row for seq in running], pins)
+        assert {seq.id for seq in (*running, *waiting)} == set(self._requests)
+        assert all(seq.table is not None for seq in running)
+        assert all(seq.table is None and seq.row == NO_ROW for seq in waiting)

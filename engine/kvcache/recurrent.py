@@ -1,0 +1,64 @@
+"""The bytes of recurrent state, by row. Chooses nothing; see allocator.py for which row is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from engine.models.base import ModelSpec
+from engine.types import StateComponent
+
+
+class RecurrentPools:
+    """delta[ordinal]: f32 [rows, H_v, d_k, d_v]. conv[ordinal]: spec.dtype [rows, conv_dim, conv_kernel − 1].
+
+    A row holds anything until a fresh sequence has run on it.
+    """
+
+    def __init__(self, spec: ModelSpec, rows: int) -> None:
+        layers = spec.delta_layers
+        self.rows = rows
+        tail = max(0, spec.conv_kernel - 1)
+        self.delta = [torch.zeros(rows, spec.H_v, spec.d_k, spec.d_v) for _ in layers]
+        self.conv = [torch.zeros(rows, spec.conv_dim, tail, dtype=spec.dtype) for _ in layers]
+        self._named = {
+            f"layer.{layer.index}.{kind}": pool
+            for layer, delta, conv in zip(layers, self.delta, self.conv, strict=True)
+            for kind, pool in (("delta", delta), ("conv", conv))
+        }
+
+    @property
+    def components(self) -> tuple[StateComponent, ...]:
+        """One row as named tensors, in layer order."""
+        return tuple(
+            StateComponent(
+                name=name,
+                dtype=str(pool.dtype).removeprefix("torch."),
+                shape=tuple(pool.shape[1:]),
+                nbytes=pool[0].numel() * pool.element_size(),
+            )
+            for name, pool in self._named.items()
+        )
+
+    def copy(self, source: int, dest: int) -> None:
+        for pool in self._named.values():
+            pool[dest] = pool[source]
+
+    def fill(self, rows: np.ndarray, value: float) -> None:
+        """Overwrite whole rows (poison)."""
+        ids = torch.from_numpy(rows).long()
+        for pool in self._named.values():
+            pool[ids] = value
+
+    def read(self, row: int) -> dict[str, np.ndarray]:
+        """A copy of one row: component name → uint8 [nbytes]."""
+        return {name: pool[row].clone().view(-1).view(torch.uint8).numpy() for name, pool in self._named.items()}
+
+    def write(self, row: int, state: Mapping[str, np.ndarray]) -> None:
+        """Inverse of read. The caller has checked names and sizes."""
+        for name, pool in self._named.items():
+            source = state[name]
+            flat = torch.from_numpy(source if source.flags.writeable else source.copy())
+            pool[row].view(-1).view(torch.uint8).copy_(flat)

@@ -1,0 +1,196 @@
+"""Who owns which page and row: tables of running requests, holds, copies to and from the host.
+
+Sharing rule. A page has one writer, the request that took it, and that request only appends. A hold at a position inside a
+page shares the page with its writer: it reads rows before its position, the writer goes on behind them, so nothing is
+copied when a hold is made. A request that restores a hold shares all its pages; before its first write into a partly filled
+last page it takes a copy of the filled rows, unless nobody else references that page any more. So restoring costs at most
+one page copy, whatever the length, and rows that a hold has seen are never written again.
+
+Recurrent state has no such rule, since every token overwrites it: each request and each hold has its own row, and a row is
+copied, or handed over when its owner ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.errors import OutOfPages, OutOfRows, UnknownHold
+from engine.kvcache.allocator import RefAllocator
+from engine.kvcache.pool import KvPools
+from engine.kvcache.recurrent import RecurrentPools
+from engine.kvcache.table import PageTable
+from engine.models.base import ModelSpec
+from engine.types import HoldId, KvRun, StateLayout, StateSnapshot
+
+NO_ROW = -1
+
+
+@dataclass(slots=True)
+class Held:
+    """One reference to a state: position tokens in pages (a reference to each) and row (owned; NO_ROW without recurrence).
+
+    tokens: int64 [position], the ids that made the state (a view of an append-only buffer). logits: f32 [vocab] or None.
+    """
+
+    position: int
+    pages: np.ndarray
+    row: int
+    tokens: np.ndarray
+    logits: torch.Tensor | None
+
+
+class StateStore:
+    """Pools, their allocators and the holds. The only place where references to pages and rows are counted."""
+
+    def __init__(self, spec: ModelSpec, pages: int, page_size: int, rows: int, poison: bool = False) -> None:
+        self.page_size = page_size
+        self.recurrent = bool(spec.delta_layers)
+        rows = rows if self.recurrent else 0
+        self.kv = KvPools(spec, pages, page_size)
+        self.states = RecurrentPools(spec, rows)
+        self.pages = RefAllocator(pages, OutOfPages)
+        self.rows = RefAllocator(rows, OutOfRows)
+        self.holds: dict[HoldId, Held] = {}
+        self.layout = StateLayout(self.kv.token_bytes, self.states.components if rows else (), spec.vocab_size)
+        self._next_hold = 1
+        self._poison = poison
+        if poison:
+            self.kv.fill(np.arange(pages), float("nan"))
+            self.states.fill(np.arange(rows), float("nan"))
+
+    # ── pages of a running request ──────────────────────────────────────────────────────────────────────────────
+
+    def pages_needed(self, table: PageTable, position: int, target: int) -> int:
+        """Fresh pages that grow(table, position, target) would take."""
+        fresh = -(-target // self.page_size) - table.count
+        if target > position and table.borrowed_tail and self.pages.refs[table.pages[-1]] > 1:
+            fresh += 1
+        return max(0, fresh)
+
+    def grow(self, table: PageTable, position: int, target: int) -> None:
+        """Make positions [position, target) writable; position tokens are filled. Raises OutOfPages, changing nothing."""
+        needed = self.pages_needed(table, position, target)
+        if needed > self.pages.free:
+            raise OutOfPages(needed, self.pages.free)
+        if target > position and table.borrowed_tail:
+            self._own_tail(table, position)
+        fresh = -(-target // self.page_size) - table.count
+        if fresh > 0:
+            table.append(self.pages.take(fresh))
+
+    def _own_tail(self, table: PageTable, position: int) -> None:
+        shared = table.pages[-1:].copy()
+        if self.pages.refs[shared[0]] == 1:
+            table.borrowed_tail = False
+            return
+        own = int(self.pages.take(1)[0])
+        self.kv.copy_head(int(shared[0]), own, position % self.page_size)
+        table.replace_tail(own)
+        self.release_pages(shared)
+
+    def release_pages(self, pages: np.ndarray) -> None:
+        freed = self.pages.release(pages)
+        if self._poison and len(freed):
+            self.kv.fill(freed, float("nan"))
+
+    # ── recurrent rows ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_row(self) -> int:
+        """A row of its own, content undefined; NO_ROW for a pure attention model. Raises OutOfRows."""
+        return int(self.rows.take(1)[0]) if self.recurrent else NO_ROW
+
+    def copy_row(self, source: int) -> int:
+        """A fresh row with the content of source. Raises OutOfRows."""
+        row = self.take_row()
+        if row != NO_ROW:
+            self.states.copy(source, row)
+        return row
+
+    def release_row(self, row: int) -> None:
+        if row == NO_ROW:
+            return
+        ids = np.array([row], dtype=np.int32)
+        self.rows.release(ids)
+        if self._poison:
+            self.states.fill(ids, float("nan"))
+
+    # ── holds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self, table: PageTable, position: int, row: int, tokens: np.ndarray, logits: torch.Tensor | None) -> HoldId:
+        """Keep the state after `position` tokens. Takes over `row`, adds a reference to each page; copies nothing."""
+        pages = table.pages[: -(-position // self.page_size)].copy()
+        self.pages.retain(pages)
+        hold = HoldId(self._next_hold)
+        self._next_hold += 1
+        self.holds[hold] = Held(position, pages, row, tokens[:position], logits)
+        return hold
+
+    def get(self, hold: HoldId) -> Held:
+        """Raises UnknownHold."""
+        held = self.holds.get(hold)
+        if held is None:
+            raise UnknownHold(hold)
+        return held
+
+    def release(self, hold: HoldId) -> None:
+        """Raises UnknownHold."""
+        held = self.get(hold)
+        del self.holds[hold]
+        self.drop(held)
+
+    def pin(self, hold: HoldId) -> Held:
+        """A second reference to a hold's state, which outlives the hold. The row is shared until the pin is opened."""
+        held = self.get(hold)
+        self.pages.retain(held.pages)
+        if held.row != NO_ROW:
+            self.rows.retain(np.array([held.row], dtype=np.int32))
+        return Held(held.position, held.pages, held.row, held.tokens, held.logits)
+
+    def drop(self, held: Held) -> None:
+        """Give up the references of a pin or of a hold that is no longer listed."""
+        self.release_pages(held.pages)
+        if held.row != NO_ROW:
+            ids = np.array([held.row], dtype=np.int32)
+            if len(self.rows.release(ids)) and self._poison:
+                self.states.fill(ids, float("nan"))
+
+    def open_pin(self, held: Held) -> tuple[PageTable, int]:
+        """Turn a pin into a running request's table and row. Raises OutOfRows, leaving the pin as it was."""
+        row = held.row
+        if row != NO_ROW and self.rows.refs[row] > 1:
+            row = self.copy_row(held.row)
+            self.rows.release(np.array([held.row], dtype=np.int32))
+        return PageTable(held.pages, borrowed_tail=held.position % self.page_size != 0), row
+
+    # ── to and from the host ────────────────────────────────────────────────────────────────────────────────────
+
+    def export(self, held: Held, kv_start: int = 0) -> StateSnapshot:
+        """A copy on the host: KV rows from kv_start, the recurrent components, logits if held."""
+        kv = (KvRun(kv_start, self.kv.read(held.pages, kv_start, held.position)),) if kv_start < held.position else ()
+        state = self.states.read(held.row) if held.row != NO_ROW else {}
+        logits = None if held.logits is None else held.logits.numpy().copy()
+        return StateSnapshot(held.position, kv, state, logits)
+
+    def load(self, snapshot: StateSnapshot) -> tuple[PageTable, int]:
+        """Fresh pages and a fresh row with a snapshot's content, already checked. Raises OutOfPages or OutOfRows."""
+        row = self.take_row()
+        try:
+            table = PageTable(self.pages.take(-(-snapshot.position // self.page_size)))
+        except OutOfPages:
+            self.release_row(row)
+            raise
+        for run in snapshot.kv:
+            self.kv.write(table.pages, run.start, run.rows)
+        if row != NO_ROW:
+            self.states.write(row, snapshot.state)
+        return table, row
+
+    def check(self, tables: list[PageTable], rows: list[int], pins: list[Held]) -> None:
+        """Assert that free + held + running = total and that every reference count is explained. For tests."""
+        held = [*self.holds.values(), *pins]
+        self.pages.check([*(t.pages for t in tables), *(h.pages for h in held)])
+        used = [r for r in (*rows, *(h.row for h in held)) if r != NO_ROW]
+        self.rows.check([np.array([r], dtype=np.int32) for r in used])

@@ -1,0 +1,161 @@
+"""Logits → tokens, one request at a time, so that a token never depends on who shares the batch.
+
+Order: repetition penalty, presence and frequency penalties, log-probabilities, temperature, top-k, top-p, min-p, draw.
+Randomness is a counter, not a stream: the n-th token of a request draws number n of its seed, whatever was restored,
+preempted or cancelled beside it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.types import SamplingParams
+
+_MASK = (1 << 64) - 1
+_PREFILTER = 256
+"""Candidates looked at before a full sort for top-p; nearly always they hold the whole nucleus."""
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of the sequence `seed`, in [0, 1). Source: SplitMix64 (Steele, Lea, Flood 2014), 53 bits."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return (z >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A drawn token. top: the best others, best first, as (id, log-probability)."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StopStrings:
+    """Finds stop byte strings across token borders. Keeps only as many bytes as a longer match could still need."""
+
+    def __init__(self, stop: Sequence[bytes]) -> None:
+        self._stop = tuple(stop)
+        self._keep = max(map(len, stop)) - 1
+        self._tail = b""
+
+    def feed(self, data: bytes) -> bool:
+        """Add the bytes of one token; True once the bytes so far contain a stop string."""
+        window = self._tail + data
+        if any(s in window for s in self._stop):
+            return True
+        self._tail = window[-self._keep :] if self._keep else b""
+        return False
+
+
+class Sampler:
+    """What choosing the tokens of one request needs to remember: seed, counts for penalties, tail for stop strings."""
+
+    def __init__(self, params: SamplingParams, prompt: np.ndarray, vocab_size: int) -> None:
+        self.params = params
+        self.seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK
+        self.stop = StopStrings(params.stop) if params.stop else None
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self._seen: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[torch.from_numpy(prompt.astype(np.int64))] = True
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self._counts = torch.zeros(vocab_size)
+        self.plain_greedy = (
+            params.temperature == 0.0 and params.logprobs is None and self._seen is None and self._counts is None
+        )
+        """The choice is just the argmax, so rows of several requests can be taken at once."""
+
+    def observe(self, token: int) -> None:
+        """Count a generated token."""
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def choose(self, logits: torch.Tensor, index: int) -> Choice:
+        """Draw generated token number index from logits f32 [vocab], all finite. Does not change logits."""
+        params = self.params
+        if self._seen is not None:
+            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            logits = torch.where(self._seen, scaled, logits)
+        if self._counts is not None:
+            present = (self._counts > 0).float()
+            logits = logits - params.frequency_penalty * self._counts - params.presence_penalty * present
+        if params.temperature == 0.0:
+            token = int(logits.argmax())
+        else:
+            token = self._draw(logits, uniform(self.seed, index))
+        if params.logprobs is None:
+            return Choice(token)
+        logprobs = logits.log_softmax(-1)
+        best = torch.topk(logprobs, min(params.logprobs + 1, len(logprobs)))
+        others = [(i, p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if i != token]
+        return Choice(token, float(logprobs[token]), tuple(others[: params.logprobs]))
+
+    def _draw(self, logits: torch.Tensor, u: float) -> int:
+        params = self.params
+        # Shifted by the maximum, which changes no probability: a temperature near zero would overflow otherwise.
+        x = (logits.double() - logits.max().double()) / params.temperature
+        ids: torch.Tensor | None = None
+        if 0 < params.top_k < len(x):
+            x, ids = torch.topk(x, params.top_k)
+            p = x.softmax(-1)
+        elif params.top_p < 1.0:
+            p, ids = _most_probable(x, params.top_p)
+        else:
+            p = x.softmax(-1)
+        if params.min_p > 0.0:
+            p = torch.where(p >= params.min_p * p.max(), p, 0.0)
+        if params.top_p < 1.0:
+            # Keeps the smallest set that reaches top_p of what top-k left, its first token always.
+            below = p.cumsum(-1) - p
+            p = torch.where(below < params.top_p, p, 0.0)
+        total = p.cumsum(-1)
+        at = int(torch.searchsorted(total, u * total[-1], right=True))
+        at = min(at, int(p.nonzero()[-1]))
+        return at if ids is None else int(ids[at])
+
+
+def _most_probable(x: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities (of softmax(x) over everything), falling, with their ids: enough of them to reach `mass`."""
+    normalizer = x.logsumexp(-1)
+    if len(x) > _PREFILTER:
+        best = torch.topk(x, _PREFILTER)
+        p = (best.values - normalizer).exp()
+        if float(p.sum()) >= mass:
+            return p, best.indices
+    ordered = torch.sort(x, descending=True, stable=True)
+    return (ordered.values - normalizer).exp(), ordered.indices
+
+
+def finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Which rows of f32 [n, vocab] hold only finite numbers. A sum decides nearly always, in one cheap pass."""
+    good = logits.sum(-1).isfinite()
+    if not bool(good.all()):
+        good = logits.isfinite().all(-1)
+    return good.tolist()
+
+
+def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice]:
+    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request."""
+    best: list[int] | None = None
+    choices: list[Choice] = []
+    for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
+        if sampler.plain_greedy:
+            if best is None:
+                best = logits.argmax(-1).tolist()
+            choices.append(Choice(best[row]))
+        else:
+            choices.append(sampler.choose(logits[row], index))
+    return choices

@@ -1,0 +1,96 @@
+"""One accepted request and how far it is. Mutable; owned by the scheduler, which alone moves it between its lists."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+import torch
+
+from engine.kvcache.store import NO_ROW, Held
+from engine.kvcache.table import PageTable
+from engine.sampling import Sampler
+from engine.types import Request, StateSnapshot
+
+
+class Sequence:
+    """length: tokens known (prompt and sampled). computed: tokens in the state; computed < length except at one moment: a
+    whole prefix was restored and its first token is still to be drawn from `logits`.
+
+    order: arrival number; a lower one is never preempted for a higher one. restore: what admission starts from (Held = a pin
+    on the device, StateSnapshot = on the host, also where a preempted request is put), None = from zero.
+    cuts: positions still to be held, rising, all ≥ computed. held_at: position of the last hold made for this request.
+    failed: why a forward pass broke this request; it ends in the next step.
+    served: number of the step that last prefilled this request, for taking turns.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "computed",
+        "cuts",
+        "edges",
+        "failed",
+        "held_at",
+        "id",
+        "length",
+        "logits",
+        "order",
+        "prompt_length",
+        "request",
+        "restore",
+        "row",
+        "sampler",
+        "served",
+        "table",
+    )
+
+    def __init__(self, request: Request, order: int, sampler: Sampler, restore: Held | StateSnapshot | None) -> None:
+        self.id = request.id
+        self.request = request
+        self.order = order
+        self.sampler = sampler
+        self.restore = restore
+        self.prompt_length = self.length = len(request.token_ids)
+        self._buffer = request.token_ids.astype(np.int64)
+        self.computed = 0
+        self.cuts = sorted({c for c in request.cuts if restore is None or c >= restore.position})
+        self.edges = sorted(set(request.edges))
+        self.held_at = 0
+        self.served = -1
+        self.failed: str | None = None
+        self.logits: torch.Tensor | None = None
+        self.table: PageTable | None = None
+        self.row = NO_ROW
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [length], a view; entries never change, so a view of a prefix stays right."""
+        return self._buffer[: self.length]
+
+    @property
+    def output_length(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def decoding(self) -> bool:
+        """The next forward pass is one generated token (the whole prompt is in the state)."""
+        return self.computed >= self.prompt_length
+
+    def append(self, token: int) -> None:
+        if self.length == len(self._buffer):
+            grown = np.empty(max(64, 2 * self.length), dtype=np.int64)
+            grown[: self.length] = self._buffer
+            self._buffer = grown
+        self._buffer[self.length] = token
+        self.length += 1
+
+    def add_cut(self, position: int) -> None:
+        at = bisect_left(self.cuts, position)
+        if at == len(self.cuts) or self.cuts[at] != position:
+            insort(self.cuts, position)
+
+    def take_cuts(self, upto: int) -> list[int]:
+        """Remove and return the cuts at positions ≤ upto."""
+        count = bisect_left(self.cuts, upto + 1)
+        due, self.cuts = self.cuts[:count], self.cuts[count:]
+        return due

@@ -1,0 +1,181 @@
+"""A model whose logits depend on every key, value and state number in its context, in exact integer arithmetic.
+
+A wrong page, a stale row, a skipped or doubled position changes the next token; a poisoned (NaN) number in the context makes
+the logits NaN. `expected_tokens` computes the same from the token list alone, with no pages, rows, chunks or batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch, SeqSlice
+from engine.kvcache.pool import KvPools
+from engine.kvcache.recurrent import RecurrentPools
+from engine.models.base import LayerSpec, ModelSpec
+
+P = 4093
+"""A prime whose products with itself fit float32 exactly once reduced (every stored number is an integer below it)."""
+VOCAB = 97
+
+
+def make_spec(recurrent: bool = True, max_context: int = 4096, attention_layers: int = 2) -> ModelSpec:
+    kinds = ["attention"] * attention_layers + (["delta"] * 2 if recurrent else [])
+    layers = tuple(
+        LayerSpec(i, kind, sum(k == kind for k in kinds[:i]), moe=False)  # type: ignore[arg-type]
+        for i, kind in enumerate(kinds)
+    )
+    return ModelSpec(
+        model_type="hash",
+        vocab_size=VOCAB,
+        hidden=1,
+        layers=layers,
+        kv_heads=1,
+        head_dim=2,
+        dtype=torch.float32,
+        eos_token_ids=(0,),
+        max_context=max_context,
+        parameters=0,
+        H_v=1 if recurrent else 0,
+        d_k=1 if recurrent else 0,
+        d_v=2 if recurrent else 0,
+        conv_dim=2 if recurrent else 0,
+        conv_kernel=4 if recurrent else 0,
+    )
+
+
+@dataclass
+class _State:
+    """delta: [layers, 2] integers. conv: [layers, 2, 3], oldest first."""
+
+    delta: np.ndarray
+    conv: np.ndarray
+
+    @classmethod
+    def zero(cls, layers: int) -> _State:
+        return cls(np.zeros((layers, 2), np.int64), np.zeros((layers, 2, 3), np.int64))
+
+    def advance(self, token: int) -> None:
+        for layer in range(len(self.delta)):
+            mixed = int(self.conv[layer].sum())
+            a, b = self.delta[layer]
+            self.delta[layer] = [(a * 31 + token + 7 + mixed + layer) % P, (b * 17 + a + 3 * token + 1) % P]
+            self.conv[layer, :, :-1] = self.conv[layer, :, 1:]
+            self.conv[layer, :, -1] = [(token * 5 + a) % P, (token + b + layer) % P]
+
+    def digest(self) -> int:
+        return int((self.delta * 11).sum() + (self.conv.reshape(-1) * (np.arange(self.conv.size) + 1)).sum()) % P
+
+
+def _kv_rows(token: int, position: int, digest: int, layers: int) -> np.ndarray:
+    """[layers, 2 (k, v), 2] integers: what this token leaves in the cache."""
+    base = np.arange(4 * layers).reshape(layers, 2, 2) + 1
+    return (base * (token + 13) + position * 101 + digest * (base % 5 + 1)) % P
+
+
+def _logits(rows: np.ndarray, digest: int) -> np.ndarray:
+    """rows: [tokens, numbers] of the whole context. f32 [VOCAB], all different in practice."""
+    weights = (np.arange(rows.size).reshape(rows.shape) * 7919 + 17) % P
+    h = (int((rows.astype(np.int64) * weights).sum()) + digest * 733) % P
+    j = np.arange(VOCAB, dtype=np.int64)
+    return (((h + 1) * (2 * j + 3) * 131 + j * j * 977 + h) % P).astype(np.float32) / np.float32(256)
+
+
+@dataclass
+class HashModel:
+    """forwards: lengths of every pass's slices, to check schedules. poison_at: requests that see this token get NaN logits."""
+
+    spec: ModelSpec = field(default_factory=make_spec)
+    nan_token: int | None = None
+    raise_token: int | None = None
+    forwards: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        rows: dict[int, np.ndarray] = {}
+        self.forwards.append([(s.context, s.length) for s in batch.seqs])
+        assert sum(s.length for s in batch.seqs) == len(batch.token_ids) == len(batch.positions)
+        ids = batch.token_ids.tolist()
+        if self.raise_token in ids:
+            raise RuntimeError("the fake was told to fail")
+        for seq in batch.seqs:
+            expected = torch.arange(seq.context, seq.context + seq.length)
+            assert torch.equal(batch.positions[seq.start : seq.start + seq.length], expected)
+            self._run(seq, ids, kv, states, rows, set(batch.logit_rows.tolist()))
+        return torch.from_numpy(np.stack([rows[i] for i in batch.logit_rows.tolist()]))
+
+    def _run(
+        self,
+        seq: SeqSlice,
+        ids: list[int],
+        kv: KvPools,
+        states: RecurrentPools,
+        out: dict[int, np.ndarray],
+        wanted: set[int],
+    ) -> None:
+        size = kv.page_size
+        pages = seq.page_table.tolist()
+        assert len(pages) == -(-(seq.context + seq.length) // size)
+        assert seq.fresh == (seq.context == 0)
+        layers = len(self.spec.delta_layers)
+        attention = len(kv.k)
+        state = _State.zero(layers)
+        broken = False
+        if layers and not seq.fresh:
+            delta = np.stack([states.delta[i][seq.state_row].numpy().reshape(2) for i in range(layers)])
+            conv = np.stack([states.conv[i][seq.state_row].numpy() for i in range(layers)])
+            broken = bool(np.isnan(delta).any() or np.isnan(conv).any())
+            if not broken:
+                state = _State(delta.astype(np.int64), conv.astype(np.int64))
+        cuts = {cut.offset: cut.dest_row for cut in seq.cuts}
+        for offset in range(seq.length):
+            token, position = ids[seq.start + offset], seq.context + offset
+            state.advance(token)
+            page, slot = pages[position // size], position % size
+            kv_rows = _kv_rows(token, position, state.digest(), attention)
+            for i in range(attention):
+                value = torch.from_numpy(kv_rows[i]).float()
+                if token == self.nan_token:
+                    value = value * float("nan")
+                kv.k[i][page, slot, 0] = value[0]
+                kv.v[i][page, slot, 0] = value[1]
+            if offset + 1 in cuts:
+                self._store(state, states, cuts[offset + 1], broken)
+            if seq.start + offset in wanted:
+                context = self._context(kv, pages, position + 1)
+                bad = broken or bool(np.isnan(context).any())
+                out[seq.start + offset] = np.full(VOCAB, np.nan, np.float32) if bad else _logits(context, state.digest())
+        self._store(state, states, seq.state_row, broken)
+
+    @staticmethod
+    def _store(state: _State, states: RecurrentPools, row: int, broken: bool) -> None:
+        for i in range(len(state.delta)):
+            states.delta[i][row] = torch.from_numpy(state.delta[i]).float().view(1, 1, 2) * (float("nan") if broken else 1)
+            states.conv[i][row] = torch.from_numpy(state.conv[i]).float()
+
+    @staticmethod
+    def _context(kv: KvPools, pages: list[int], tokens: int) -> np.ndarray:
+        parts = []
+        for pool in (p for pair in zip(kv.k, kv.v, strict=True) for p in pair):
+            parts.append(pool[pages].reshape(-1, 2)[:tokens].numpy())
+        return np.concatenate(parts, axis=1)
+
+
+def expected_logits(tokens: list[int], spec: ModelSpec | None = None) -> np.ndarray:
+    """Logits after `tokens`, from the list alone."""
+    spec = spec or make_spec()
+    state = _State.zero(len(spec.delta_layers))
+    rows = []
+    for position, token in enumerate(tokens):
+        state.advance(token)
+        rows.append(_kv_rows(token, position, state.digest(), len(spec.attention_layers)).reshape(-1))
+    return _logits(np.stack(rows), state.digest())
+
+
+def expected_tokens(prompt: list[int], count: int, spec: ModelSpec | None = None) -> list[int]:
+    """The greedy continuation."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(expected_logits(tokens, spec).argmax()))
+    return tokens[len(prompt) :]
