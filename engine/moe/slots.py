@@ -53,7 +53,7 @@ class SlotMap:
         self.last_use[slot] = self.step
 
     def victim(self, active: Collection[int], layer: int, taken: Collection[int] = ()) -> int:
-        """A slot for an expert of `layer`: a free one, else the policy's choice; NONE if all are active or lent.
+        """A slot for an expert of `layer`: a free one, else the policy's choice; NONE if there is none to be had.
 
         active: flat ids used in this step; their slots are never chosen. taken: slots that this step cleared for others
         and has not published yet. The victim's owner stays until `clear`.
@@ -108,7 +108,7 @@ def lru(slots: SlotMap, candidates: list[int], layer: int) -> int:
 
 
 def lru_with_floor(floor: int) -> VictimPolicy:
-    """LRU that leaves each layer at least `floor` residents, as long as another choice is left.
+    """LRU that never takes a layer's last `floor` residents for another layer; NONE if that leaves no choice.
 
     A global LRU over a cyclic scan of all layers evicts exactly what comes next: 0% hits when slots < one step's experts.
     """
@@ -118,7 +118,8 @@ def lru_with_floor(floor: int) -> VictimPolicy:
             owner = slots.id_of_slot[slot] // slots.experts
             return owner == layer or slots.residents[owner] > floor
 
-        return lru(slots, [s for s in candidates if spare(s)] or candidates, layer)
+        spares = [s for s in candidates if spare(s)]
+        return lru(slots, spares, layer) if spares else NONE
 
     return choose
 
@@ -134,11 +135,11 @@ def frequency_aged(slots: SlotMap, candidates: list[int], layer: int) -> int:
 
 
 def make_policy(name: str, slots: int, layers: int, floor: int = 0) -> VictimPolicy:
-    """By name: lru, lru_floor, frequency. A floor of 0 gives each layer half of its even share."""
+    """By name: lru, lru_floor, frequency. floor: at most an even share; 0 means half of that."""
     if name == "lru":
         return lru
     if name == "lru_floor":
-        return lru_with_floor(floor or slots // layers // 2)
+        return lru_with_floor(min(floor, slots // layers) or slots // layers // 2)
     if name == "frequency":
         return frequency_aged
     raise InvalidRequest("slot_policy", name, "lru, lru_floor, frequency")
