@@ -5,7 +5,7 @@ turn.py is written against these, tests/fakes/ has small ones.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -203,11 +203,16 @@ class Store(Protocol):
 class Worker(Protocol):
     """The server's side of the pipe. A worker that dies yields TurnFailed `server_error` for each running turn."""
 
-    ready: bool
-    hello: Hello | None
-    load: Load | None
+    @property
+    def ready(self) -> bool: ...
 
-    def run(self, start: StartTurn) -> AsyncIterator[TurnFrame]:
+    @property
+    def hello(self) -> Hello | None: ...
+
+    @property
+    def load(self) -> Load | None: ...
+
+    def run(self, start: StartTurn) -> AsyncGenerator[TurnFrame, None]:
         """Frames of one turn, ending with TurnFinished or TurnFailed. Closing it early cancels the turn."""
         ...
 

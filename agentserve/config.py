@@ -1,0 +1,263 @@
+"""Settings: defaults < TOML file < environment < command-line flags. The only reader of the environment in this package.
+
+Every setting has a name `section.field`; in the environment `AGENTSERVE_SECTION_FIELD` (the common ones also shorter), on the
+command line whatever the CLI maps to it. Lists are comma-separated outside TOML. A bad value is a ConfigError that says where
+it came from; so is an unknown name in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentserve.errors import ConfigError
+
+PREFIX = "AGENTSERVE_"
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0.0)]
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sockets and who may use them.
+
+    host: address to listen on; another than loopback needs a token. port 0 = any free one.
+    allowed_hosts: names accepted in `Host` besides loopback ones, without port. allowed_origins: whole origins that browsers
+    may come from, e.g. "http://localhost:3000"; none by default.
+    auth "none": no token is asked for; loopback only.
+    token: the token itself (better in a file). token_file: where it is read from, generated at first start; default
+    `<state_dir>/token`. tokens: further principals, name → token.
+    websocket: False answers upgrades with 426. compression: permessage-deflate, costs CPU per event.
+    drain_s: how long running turns may go on at shutdown.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8741
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    auth: Literal["token", "none"] = "token"
+    token: str | None = None
+    token_file: str | None = None
+    tokens: dict[str, str] = {}
+    websocket: bool = True
+    compression: bool = False
+    drain_s: Seconds = 120.0
+
+
+class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one client may use.
+
+    frame_bytes: of one message or body. items: in one `input`. connections: sockets in all, and of one principal.
+    lanes: named streams of one connection. waiting_turns: queued behind others on one connection.
+    buffer_bytes, buffer_events: unsent events of one connection. slow_s: how long that buffer may stay full.
+    """
+
+    frame_bytes: Count = 64 << 20
+    items: Count = 20_000
+    connections: Count = 1024
+    connections_per_principal: Count = 512
+    lanes: Count = 32
+    waiting_turns: Count = 64
+    buffer_bytes: Count = 8 << 20
+    buffer_events: Count = 1024
+    slow_s: Seconds = 30.0
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The served model.
+
+    dir: a Hugging Face checkpoint directory; empty = the embedded demo model. name: what clients call it; empty = the
+    directory's name. aliases: other names that are accepted; "*" accepts any.
+    dialect: tool-call family, "auto" = by the chat template. threads 0 = choose.
+    engine: further fields of the engine's config, by name.
+    """
+
+    dir: str = ""
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    dialect: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Meta(ge=0)] = 0
+    ram_cache_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    engine: dict[str, int | float | str | bool] = {}
+
+
+class TurnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Defaults of a turn.
+
+    ttft_deadline_s: reported against, enforced only where a turn asks for it. keepalive_s: longest silence before output.
+    max_output_tokens: where the request has none. temperature, top_p: likewise.
+    """
+
+    ttft_deadline_s: Seconds = 30.0
+    keepalive_s: Seconds = 2.0
+    max_output_tokens: Count = 4096
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+
+
+class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """url: SQLAlchemy URL of the sessions database; empty = SQLite in the state directory.
+
+    password_file: holds the database password, for a URL without one. migrate: bring the schema up to date at start.
+    """
+
+    url: str = ""
+    password_file: str = ""
+    migrate: bool = True
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings. state_dir: databases, the token and checkpoints; empty = the user's state directory."""
+
+    state_dir: str = ""
+    server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    model: ModelConfig = ModelConfig()
+    turn: TurnConfig = TurnConfig()
+    store: StoreConfig = StoreConfig()
+    log: LogConfig = LogConfig()
+
+
+_SECTIONS: dict[str, type[Struct]] = {
+    "server": ServerConfig,
+    "limits": LimitsConfig,
+    "model": ModelConfig,
+    "turn": TurnConfig,
+    "store": StoreConfig,
+    "log": LogConfig,
+}
+# Short names of the settings that containers and shells set most.
+_SHORT = {
+    "STATE_DIR": "state_dir",
+    "HOST": "server.host",
+    "PORT": "server.port",
+    "ALLOWED_HOSTS": "server.allowed_hosts",
+    "ALLOWED_ORIGINS": "server.allowed_origins",
+    "AUTH": "server.auth",
+    "TOKEN": "server.token",
+    "TOKEN_FILE": "server.token_file",
+    "DATABASE_URL": "store.url",
+    "DATABASE_PASSWORD_FILE": "store.password_file",
+    "MODEL": "model.dir",
+    "DEVICE": "model.device",
+    "THREADS": "model.threads",
+}
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Settings of this process.
+
+    file: TOML; None = `AGENTSERVE_CONFIG` if set. flags: "section.field" → value, None values are skipped.
+    environ: for tests. Raises ConfigError.
+    """
+    env = os.environ if environ is None else environ
+    config = Config()
+    path = file if file is not None else env.get(PREFIX + "CONFIG")
+    if path:
+        config = _overlay(config, _read_toml(Path(path)), f"file {path}")
+    config = _overlay(config, _from_environ(env), "the environment")
+    named = {k: v for k, v in (flags or {}).items() if v is not None}
+    config = _overlay(config, _nested(named), "the command line")
+    if not config.state_dir:
+        base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", ".")) / ".local" / "state")
+        config = msgspec.structs.replace(config, state_dir=str(Path(base) / "agentserve"))
+    return _finish(config)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"cannot read settings from {path}: {exc}") from exc
+
+
+def _from_environ(env: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in sorted(env.items()):
+        if not key.startswith(PREFIX) or key == PREFIX + "CONFIG":
+            continue
+        dotted = _setting(key[len(PREFIX) :])
+        if dotted is not None:
+            found[dotted] = value
+    return _nested(found)
+
+
+def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Variables that look like ours and set nothing. Worth a warning, not a stop: orchestrators inject such names."""
+    env = os.environ if environ is None else environ
+    return sorted(k for k in env if k.startswith(PREFIX) and k != PREFIX + "CONFIG" and _setting(k[len(PREFIX) :]) is None)
+
+
+def _setting(name: str) -> str | None:
+    if name in _SHORT:
+        return _SHORT[name]
+    section, _, field = name.lower().partition("_")
+    kind = _SECTIONS.get(section)
+    return f"{section}.{field}" if kind is not None and field in kind.__struct_fields__ else None
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} → {"a": {"b": 1}}; comma-separated text becomes a list where the setting is one."""
+    out: dict[str, Any] = {}
+    for dotted, value in values.items():
+        section, dot, field = dotted.partition(".")
+        if not dot:
+            out[section] = value
+            continue
+        default = getattr(_SECTIONS[section](), field, None) if section in _SECTIONS else None
+        if isinstance(value, str) and isinstance(default, tuple):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        out.setdefault(section, {})[field] = value
+    return out
+
+
+def _overlay(config: Config, values: Mapping[str, Any], origin: str) -> Config:
+    merged = msgspec.to_builtins(config)
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = {**merged[key], **value}
+        else:
+            merged[key] = value
+    try:
+        return msgspec.convert(merged, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"bad setting in {origin}: {exc}") from exc
+
+
+def _finish(config: Config) -> Config:
+    state = Path(config.state_dir).expanduser().absolute()
+    server, model, store = config.server, config.model, config.store
+    if server.auth == "none" and not is_loopback(server.host):
+        raise ConfigError(f"server.auth is 'none', so server.host must be loopback, not {server.host}")
+    if not model.dir:
+        model = msgspec.structs.replace(
+            model, dir=str(Path(__file__).parent / "demo_model"), name=model.name or "agentserve-demo"
+        )
+    if not model.name:
+        model = msgspec.structs.replace(model, name=Path(model.dir).expanduser().absolute().name)
+    if not server.token_file:
+        server = msgspec.structs.replace(server, token_file=str(state / "token"))
+    if not store.url:
+        store = msgspec.structs.replace(store, url=f"sqlite:///{state / 'sessions.db'}")
+    return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store)
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost, 127.0.0.0/8 and ::1, with or without brackets."""
+    name = host.strip("[]").lower()
+    return name in ("localhost", "::1") or (name.startswith("127.") and all(p.isdigit() for p in name.split(".")))

@@ -1,0 +1,237 @@
+"""One WebSocket: reads frames, runs turns in lanes, writes events. The rules are protocol/machine.py's; this is the I/O.
+
+A refused frame is answered with `error` and the socket stays open. When the client leaves, its turns stop within one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from msgspec import UNSET, Struct, UnsetType
+
+from agentserve.errors import ApiError, InvalidStreamId, InvalidValue, NotFound, RateLimitExceeded, ServerError
+from agentserve.interfaces import Principal
+from agentserve.outbox import Outbox
+from agentserve.protocol.codec import encode, error_frame
+from agentserve.protocol.decode import decode_frame, peek
+from agentserve.protocol.machine import Lanes, stream_id_of
+from agentserve.protocol.responses import ResponseCancel, ResponseCreate, ResponseSteer
+from agentserve.protocol.server_events import Event, SteerEcho, SteerError, SteerFailed
+from agentserve.request import LocalResponses, TurnRequest, accept
+from agentserve.security import Receive, Scope, Send, refuse
+from agentserve.turn import Services, run_turn
+from agentserve.websocket import EXTENSION, DirectSocket
+
+log = logging.getLogger(__name__)
+
+CLOSE_RESTART = 1012
+CLOSE_SLOW = 1013
+CLOSE_INTERNAL = 1011
+
+
+class Sockets:
+    """All open connections: how many there may be, and how they are drained."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.draining = False
+        self._open: set[Connection] = set()
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI handler of the route."""
+        principal: Principal = scope["state"]["principal"]
+        limits = self.services.config.limits
+        mine = sum(1 for c in self._open if c.principal.id == principal.id)
+        if len(self._open) >= limits.connections or mine >= limits.connections_per_principal:
+            await refuse(scope, receive, send, RateLimitExceeded(f"{mine} connections are open", 10))
+            return
+        connection = Connection(scope, receive, send, self.services, principal)
+        self._open.add(connection)
+        self.services.metrics.socket_opened()
+        try:
+            await connection.serve()
+        finally:
+            self._open.discard(connection)
+            self.services.metrics.socket_closed()
+
+    def drain(self) -> None:
+        """Each socket is closed with 1012 after the turns that run on it; nothing that waits is started."""
+        self.draining = True
+        for connection in tuple(self._open):
+            connection.drain()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+class Connection:
+    """One accepted socket. It is also the Sink of its turns."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, services: Services, principal: Principal) -> None:
+        self.services = services
+        self.principal = principal
+        self.local = LocalResponses()
+        limits = services.config.limits
+        self._receive = receive
+        self._send = send
+        self._headers: Mapping[str, str] = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
+        self._lanes: Lanes[TurnRequest] = Lanes(limits.lanes, limits.waiting_turns)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._draining = False
+        self._writer: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._outbox = Outbox(
+            max_bytes=limits.buffer_bytes,
+            max_events=limits.buffer_events,
+            slow_s=limits.slow_s,
+            on_slow=lambda: self._close(CLOSE_SLOW, "events are not read fast enough"),
+            write=None if self._socket is None else self._socket.send_now,
+        )
+
+    # ── sink ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pressed(self) -> bool:
+        return self._outbox.pressed
+
+    @property
+    def full(self) -> bool:
+        return self._outbox.full
+
+    def put(self, event: Event) -> None:
+        self._outbox.put(encode(event))
+
+    async def room(self) -> None:
+        await self._outbox.room()
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def serve(self) -> None:
+        """From accept to the end of the socket."""
+        await self._receive()
+        await self._send({"type": "websocket.accept"})
+        writer = self._writer = asyncio.create_task(self._write(), name="socket-writer")
+        code = CLOSE_INTERNAL
+        try:
+            while True:
+                message = await self._receive()
+                if message["type"] == "websocket.disconnect":
+                    code = message.get("code") or 1005
+                    break
+                self._frame(message)
+        finally:
+            self._lanes.close()
+            self._outbox.close(drop=True)
+            writer.cancel()
+            running = [self._stop(request_id, task) for request_id, task in tuple(self._tasks.items())]
+            await asyncio.gather(writer, *(t for t in running if t is not None), return_exceptions=True)
+            log.info("socket closed code=%d stopped_turns=%d", code, len([t for t in running if t is not None]))
+
+    def drain(self) -> None:
+        self._draining = True
+        self._lanes.close()
+        if not self._lanes.all_active():
+            self._close(CLOSE_RESTART, "the server restarts")
+
+    def _stop(self, request_id: str, task: asyncio.Task[None]) -> asyncio.Task[None] | None:
+        """Stop a turn whose client left, unless it asked to go on without one."""
+        turn = self.services.active.get(request_id)
+        if turn is not None and turn.request.options.detach:
+            return None
+        task.cancel()
+        return task
+
+    async def _write(self) -> None:
+        """Send what could not be sent at once."""
+        while (payload := await self._outbox.get()) is not None:
+            await self._send({"type": "websocket.send", "text": payload.decode()})
+            self._outbox.sent()
+
+    def _close(self, code: int, reason: str) -> None:
+        if self._closing is not None:
+            return
+        self._outbox.close(drop=code == CLOSE_SLOW)
+        log.info("socket closing code=%d reason=%s", code, reason.replace(" ", "_"))
+        self._closing = asyncio.create_task(self._close_later(code, reason), name="socket-close")
+
+    async def _close_later(self, code: int, reason: str) -> None:
+        if code != CLOSE_SLOW and self._writer is not None:
+            await asyncio.wait({self._writer}, timeout=self.services.config.limits.slow_s)
+        if self._socket is not None:
+            self._socket.close_now(code, reason)
+        else:
+            await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+    # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _frame(self, message: Mapping[str, object]) -> None:
+        lane: str | UnsetType = UNSET
+        try:
+            text = message.get("text")
+            if not isinstance(text, str):
+                raise InvalidValue("binary frames are not accepted; send JSON text")
+            envelope = peek(text)
+            lane = stream_id_of(envelope.stream_id)
+            frame = decode_frame(envelope, text)
+            if isinstance(frame, ResponseCreate):
+                self._create(frame, lane)
+            elif isinstance(frame, ResponseCancel):
+                self._cancel(frame, lane)
+            else:
+                self._steer(frame, lane)
+        except InvalidStreamId as error:
+            self._refuse(error, UNSET)
+        except ApiError as error:
+            self._refuse(error, lane)
+        except Exception as exc:
+            log.exception("frame broke error=%s", type(exc).__name__)
+            self._refuse(ServerError("the server failed on this frame"), lane)
+
+    def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
+        request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
+        if not self._draining and self._lanes.submit(lane, request):
+            self._begin(request)
+
+    def _begin(self, request: TurnRequest) -> None:
+        self._tasks[request.id] = asyncio.create_task(self._turn(request), name=f"turn-{request.id}")
+
+    async def _turn(self, request: TurnRequest) -> None:
+        try:
+            await run_turn(request, self.services, self, self.local)
+        except ApiError as error:
+            self._refuse(error, request.stream_id)
+        except Exception as exc:
+            log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
+            self._refuse(ServerError("the server failed before this turn began; retry"), request.stream_id)
+        finally:
+            del self._tasks[request.id]
+            following = self._lanes.finished(request.stream_id)
+            if following is not None:
+                self._begin(following)
+            elif self._draining and not self._lanes.all_active():
+                self._close(CLOSE_RESTART, "the server restarts")
+
+    def _cancel(self, frame: ResponseCancel, lane: str | UnsetType) -> None:
+        response_id = frame.response_id
+        if response_id is None:
+            request = self._lanes.active(lane)
+            response_id = None if request is None else request.id
+        turn = None if response_id is None else self.services.active.get(response_id)
+        if turn is None or turn.request.principal.id != self.principal.id:
+            raise NotFound("no such response is running", "response_id")
+        turn.cancel()
+
+    def _steer(self, frame: ResponseSteer, lane: str | UnsetType) -> None:
+        error = SteerError(code="steering_not_supported", message="this server does not steer running responses")
+        echo = SteerEcho(previous_response_id=frame.previous_response_id or "", input=frame.input)
+        self._put_frame(SteerFailed(error=error, steer=echo, stream_id=lane))
+
+    def _refuse(self, error: ApiError, lane: str | UnsetType) -> None:
+        self.services.metrics.error(error.code)
+        self._put_frame(error_frame(error, lane))
+
+    def _put_frame(self, frame: Struct) -> None:
+        self._outbox.put(encode(frame))

@@ -1,0 +1,144 @@
+"""Everything this package raises on purpose, and how it looks on the wire: one tree, one table.
+
+AgentserveError
+├── ApiError                        answered to the client as an `error` object; never logged with its message
+│   ├── InvalidValue                a known field holds something else than accepted
+│   │   └── UnsupportedValue        valid in the standard, not done by this server
+│   ├── UnknownEvent, MessageTooLarge
+│   ├── PreviousResponseNotFound, NotFound, ModelNotFound
+│   ├── InvalidStreamId, StreamLimitReached, ConnectionLimitReached
+│   ├── InvalidApiKey, Forbidden, UpgradeRequired
+│   ├── IdempotencyConflict, RateLimitExceeded
+│   └── ServerError
+├── TurnFailure                     ends a response that was created, as `response.failed`
+├── ConfigError                     the process does not start
+└── IllegalEvent                    our own bug: an event out of canonical order
+
+Messages name the field, what was got and what is accepted; they may quote what the client sent and so stay out of the log.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AgentserveError(Exception):
+    """Base of this package's errors."""
+
+
+class ApiError(AgentserveError):
+    """A refusal of one request. param: path of the field, e.g. `input[2].content`."""
+
+    status: ClassVar[int] = 400
+    code: ClassVar[str] = "invalid_value"
+    type: ClassVar[str] = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidValue(ApiError):
+    pass
+
+
+class UnsupportedValue(InvalidValue):
+    code = "unsupported_value"
+
+
+class UnknownEvent(ApiError):
+    code = "unknown_event"
+
+
+class MessageTooLarge(ApiError):
+    code = "message_too_large"
+
+
+class PreviousResponseNotFound(ApiError):
+    code = "previous_response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Previous response with id '{response_id}' not found.", "previous_response_id")
+
+
+class InvalidStreamId(ApiError):
+    code = "invalid_stream_id"
+
+
+class StreamLimitReached(ApiError):
+    code = "websocket_stream_limit_reached"
+
+
+class ConnectionLimitReached(ApiError):
+    code = "websocket_connection_limit_reached"
+
+
+class InvalidApiKey(ApiError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class Forbidden(ApiError):
+    status = 403
+    code = "forbidden"
+    type = "permission_error"
+
+
+class NotFound(ApiError):
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFound(ApiError):
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, got: str, accepted: tuple[str, ...]) -> None:
+        super().__init__(f"model '{got}' is not served here; accepted: {', '.join(accepted)}", "model")
+
+
+class IdempotencyConflict(ApiError):
+    status = 409
+    code = "idempotency_conflict"
+
+
+class UpgradeRequired(ApiError):
+    status = 426
+    code = "upgrade_required"
+
+
+class RateLimitExceeded(ApiError):
+    status = 429
+    code = "rate_limit_exceeded"
+    type = "rate_limit_error"
+
+    def __init__(self, what: str, retry_after_s: int) -> None:
+        super().__init__(f"{what}; try again in {retry_after_s}s")
+        self.retry_after_s = retry_after_s
+
+
+class ServerError(ApiError):
+    status = 500
+    code = "server_error"
+    type = "server_error"
+
+
+class TurnFailure(AgentserveError):
+    """Ends a created response as failed. code: context_length_exceeded, invalid_value, deadline_exceeded or server_error."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+class ConfigError(AgentserveError):
+    """A setting that cannot be used; the message says which, where it came from and what is accepted."""
+
+
+class IllegalEvent(AgentserveError):
+    def __init__(self, state: str, event: str) -> None:
+        super().__init__(f"event {event} is not legal in state {state}")

@@ -1,0 +1,342 @@
+"""Deltas of a dialect → wire events in canonical order.
+
+One ResponseEvents per response: it owns the growing `output` and the order of events, and hands each event to `put`. It knows
+no sockets, tokens or storage.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from agentserve.errors import TurnFailure
+from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
+from agentserve.protocol import server_events as ev
+from agentserve.protocol.items import (
+    CustomToolCall,
+    FunctionCall,
+    Message,
+    OutputItem,
+    OutputText,
+    Reasoning,
+    ReasoningText,
+)
+from agentserve.protocol.machine import ResponseOrder
+from agentserve.protocol.responses import ErrorDetail, IncompleteDetails, ResponseBody, Usage
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id like `msg_…`, unique over all sessions (120 random bits)."""
+    return f"{prefix}_{secrets.token_hex(15)}"
+
+
+class ResponseEvents:
+    """Events of one response.
+
+    body: the response object as it stands; `output` grows as items close.
+    put: takes every event, in order; must not block.
+    stream_id: echoed in each event unless UNSET.
+    """
+
+    def __init__(self, body: ResponseBody, put: Callable[[ev.Event], None], stream_id: str | UnsetType = UNSET) -> None:
+        self.body = body
+        self.order = ResponseOrder()
+        self._put = put
+        self._lane = stream_id
+        self._output: list[OutputItem] = []
+        self._open: str | None = None
+        self._item_id = ""
+        self._name = ""
+        self._call_id = ""
+        self._text: list[str] = []
+        self._logprobs: list[Any] = []
+
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def created(self) -> None:
+        self._life(ev.Created, "response.created")
+
+    def in_progress(self) -> None:
+        self.body = msgspec.structs.replace(self.body, status="in_progress")
+        self._life(ev.InProgress, "response.in_progress")
+
+    def queued(self) -> None:
+        self.body = msgspec.structs.replace(self.body, status="queued")
+        self._life(ev.Queued, "response.queued")
+
+    @property
+    def waiting(self) -> bool:
+        """True between created and the first output item: the time in which clients need a sign of life."""
+        return self.order.state == "open"
+
+    @property
+    def open_kind(self) -> str | None:
+        """Type of the item that is being written, None between items."""
+        return self._open
+
+    @property
+    def output(self) -> tuple[OutputItem, ...]:
+        return tuple(self._output)
+
+    def finished(self, *, usage: Usage, incomplete: str | None, now: int, cancelled: bool = False) -> ResponseBody:
+        """Close what is open and return the final body. The terminal event is sent later, by `end`, once the body is stored."""
+        self.close_item("completed" if incomplete is None else "incomplete")
+        status = "cancelled" if cancelled else "completed" if incomplete is None else "incomplete"
+        self.body = msgspec.structs.replace(
+            self.body,
+            status=status,
+            output=self.output,
+            usage=usage,
+            completed_at=now if status == "completed" else None,
+            incomplete_details=None if incomplete is None else IncompleteDetails(incomplete),
+        )
+        return self.body
+
+    def end(self) -> None:
+        """Terminal event of a finished response."""
+        if self.body.status == "completed":
+            self._life(ev.Completed, "response.completed")
+        else:
+            self._life(ev.Incomplete, "response.incomplete")
+
+    def failed(self, failure: TurnFailure, usage: Usage | None = None) -> None:
+        """Close what is open and end as failed."""
+        self.close_item("incomplete")
+        detail = ErrorDetail(code=failure.code, message=failure.message, type=_failure_type(failure), param=failure.param)
+        self.body = msgspec.structs.replace(
+            self.body, status="failed", output=self.output, error=detail, usage=usage, incomplete_details=None
+        )
+        self._life(ev.Failed, "response.failed")
+
+    def _life(
+        self, kind: type[ev.Created | ev.InProgress | ev.Queued | ev.Completed | ev.Incomplete | ev.Failed], name: str
+    ) -> None:
+        self._put(kind(sequence_number=self.order.advance(name), stream_id=self._lane, response=self.body))
+
+    # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write(self, delta: Delta, logprobs: Sequence[Any] = ()) -> None:
+        """One delta. A change of kind closes the item that was open. logprobs: of the text in this delta."""
+        if type(delta) is TextDelta:
+            if self._open != "message":
+                self._open_message()
+            self._text.append(delta.text)
+            marks = tuple(logprobs)
+            self._logprobs.extend(marks)
+            self._put(
+                ev.OutputTextDelta(
+                    sequence_number=self.order.advance("response.output_text.delta"),
+                    stream_id=self._lane,
+                    item_id=self._item_id,
+                    output_index=len(self._output),
+                    content_index=0,
+                    delta=delta.text,
+                    logprobs=marks,
+                )
+            )
+        elif type(delta) is ReasoningDelta:
+            if self._open != "reasoning":
+                self._open_item("reasoning", "rs")
+            self._text.append(delta.text)
+            self._put(
+                ev.ReasoningTextDelta(
+                    sequence_number=self.order.advance("response.reasoning_text.delta"),
+                    stream_id=self._lane,
+                    item_id=self._item_id,
+                    output_index=len(self._output),
+                    content_index=0,
+                    delta=delta.text,
+                )
+            )
+        elif type(delta) is CallDelta:
+            self._text.append(delta.text)
+            custom = self._open == "custom_tool_call"
+            kind = ev.CustomToolCallInputDelta if custom else ev.FunctionCallArgumentsDelta
+            name = "response.custom_tool_call_input.delta" if custom else "response.function_call_arguments.delta"
+            self._put(
+                kind(
+                    sequence_number=self.order.advance(name),
+                    stream_id=self._lane,
+                    item_id=self._item_id,
+                    output_index=len(self._output),
+                    delta=delta.text,
+                )
+            )
+        elif type(delta) is CallOpen:
+            self.close_item()
+            self._name = delta.name
+            self._call_id = new_id("call")
+            self._open_item(*(("custom_tool_call", "ctc") if delta.custom else ("function_call", "fc")))
+        elif type(delta) is CallClose:
+            self.close_item()
+
+    def whole_item(self, item: OutputItem) -> None:
+        """Replay a stored item as its events, with its own ids and one delta."""
+        self.close_item()
+        self._item_id = item.id or new_id("item")
+        if isinstance(item, FunctionCall | CustomToolCall):
+            self._name, self._call_id = item.name, item.call_id
+            text = item.arguments if isinstance(item, FunctionCall) else item.input
+            self._open_item("function_call" if isinstance(item, FunctionCall) else "custom_tool_call", None)
+            if text:
+                self.write(CallDelta(text))
+        elif isinstance(item, Reasoning):
+            self._open_item("reasoning", None)
+            if item.text:
+                self.write(ReasoningDelta(item.text))
+        else:
+            self._open_message(None)
+            if item.text:
+                self.write(TextDelta(item.text))
+        self.close_item(item.status or "completed")
+
+    def _open_item(self, kind: str, prefix: str | None) -> None:
+        self.close_item()
+        if prefix is not None:
+            self._item_id = new_id(prefix)
+        number = self.order.advance(f"added:{kind}")
+        self._open = kind
+        self._put(
+            ev.OutputItemAdded(
+                sequence_number=number,
+                stream_id=self._lane,
+                output_index=len(self._output),
+                item=self._item("in_progress", begun=True),
+            )
+        )
+
+    def _open_message(self, prefix: str | None = "msg") -> None:
+        self._open_item("message", prefix)
+        self._put(
+            ev.ContentPartAdded(
+                sequence_number=self.order.advance("response.content_part.added"),
+                stream_id=self._lane,
+                item_id=self._item_id,
+                output_index=len(self._output),
+                content_index=0,
+                part=OutputText(""),
+            )
+        )
+
+    def close_item(self, status: Any = "completed") -> None:
+        """Send the `done` events of the open item, if one is open, and add it to the output."""
+        kind = self._open
+        if kind is None:
+            return
+        common: dict[str, Any] = {
+            "stream_id": self._lane,
+            "item_id": self._item_id,
+            "output_index": len(self._output),
+        }
+        text = "".join(self._text)
+        number = self.order.advance
+        if kind == "reasoning":
+            self._put(
+                ev.ReasoningTextDone(
+                    sequence_number=number("response.reasoning_text.done"), content_index=0, text=text, **common
+                )
+            )
+        elif kind == "message":
+            marks = tuple(self._logprobs)
+            self._put(
+                ev.OutputTextDone(
+                    sequence_number=number("response.output_text.done"),
+                    content_index=0,
+                    text=text,
+                    logprobs=marks,
+                    **common,
+                )
+            )
+            self._put(
+                ev.ContentPartDone(
+                    sequence_number=number("response.content_part.done"),
+                    content_index=0,
+                    part=OutputText(text, (), marks),
+                    **common,
+                )
+            )
+        elif kind == "function_call":
+            self._put(
+                ev.FunctionCallArgumentsDone(
+                    sequence_number=number("response.function_call_arguments.done"),
+                    name=self._name,
+                    arguments=text,
+                    **common,
+                )
+            )
+        else:
+            self._put(
+                ev.CustomToolCallInputDone(sequence_number=number("response.custom_tool_call_input.done"), input=text, **common)
+            )
+        item = self._item(status)
+        self._put(
+            ev.OutputItemDone(
+                sequence_number=number("response.output_item.done"),
+                stream_id=self._lane,
+                output_index=len(self._output),
+                item=item,
+            )
+        )
+        self._output.append(item)
+        self._open = None
+        self._text = []
+        self._logprobs = []
+
+    def _item(self, status: Any, *, begun: bool = False) -> OutputItem:
+        text = "".join(self._text)
+        if self._open == "reasoning":
+            return Reasoning(id=self._item_id, status=status, content=() if begun else (ReasoningText(text),))
+        if self._open == "message":
+            content = () if begun else (OutputText(text, (), tuple(self._logprobs)),)
+            return Message(id=self._item_id, role="assistant", status=status, content=content)
+        if self._open == "function_call":
+            return FunctionCall(id=self._item_id, call_id=self._call_id, name=self._name, arguments=text, status=status)
+        return CustomToolCall(id=self._item_id, call_id=self._call_id, name=self._name, input=text, status=status)
+
+    # ── ours ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def progress(self, *, processed: int, total: int, cached: int, queued: int, eta_ms: int) -> None:
+        self._put(
+            ev.PrefillProgress(
+                sequence_number=self.order.advance("agentserve.prefill.progress"),
+                stream_id=self._lane,
+                response_id=self.body.id,
+                processed=processed,
+                total=total,
+                cached=cached,
+                queued=queued,
+                eta_ms=eta_ms,
+            )
+        )
+
+    def cache_report(self, **fields: Any) -> None:
+        """fields: those of server_events.CacheReport but the common ones."""
+        self._put(
+            ev.CacheReport(
+                sequence_number=self.order.advance("agentserve.cache.report"),
+                stream_id=self._lane,
+                response_id=self.body.id,
+                **fields,
+            )
+        )
+
+    def deadline(self, *, deadline_ms: int, predicted_ttft_ms: int | None, elapsed_ms: int, status: str) -> None:
+        self._put(
+            ev.DeadlineReport(
+                sequence_number=self.order.advance("agentserve.deadline"),
+                stream_id=self._lane,
+                response_id=self.body.id,
+                deadline_ms=deadline_ms,
+                predicted_ttft_ms=predicted_ttft_ms,
+                elapsed_ms=elapsed_ms,
+                status=status,
+            )
+        )
+
+
+def _failure_type(failure: TurnFailure) -> str:
+    return "server_error" if failure.code == "server_error" else "invalid_request_error"

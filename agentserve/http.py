@@ -1,0 +1,180 @@
+"""The same turns over HTTP: one JSON answer, or server-sent events. A client that goes away stops its turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agentserve.errors import ApiError, InvalidValue, MessageTooLarge, RateLimitExceeded, ServerError
+from agentserve.interfaces import Principal
+from agentserve.outbox import Outbox
+from agentserve.protocol.codec import encode, error_body, sse
+from agentserve.protocol.decode import decode
+from agentserve.protocol.responses import ResponseBody, ResponseCreate
+from agentserve.protocol.server_events import Event
+from agentserve.request import TurnRequest, accept
+from agentserve.security import Receive, Scope, Send
+from agentserve.turn import Services, run_turn
+
+FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "deadline_exceeded": 408}
+"""HTTP status of a failed turn that was not streamed; 500 for the rest."""
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    body = value if isinstance(value, bytes) else encode(value)
+    return Response(body, status_code=status, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {}
+    if isinstance(error, RateLimitExceeded):
+        headers["retry-after"] = str(error.retry_after_s)
+    return Response(error_body(error), status_code=error.status, media_type="application/json", headers=headers)
+
+
+def headers_of(request: Request) -> Mapping[str, str]:
+    return {k.lower(): v for k, v in request.headers.items()}
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises MessageTooLarge without reading past the limit."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise MessageTooLarge(f"the body is over {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def create_response(request: Request, services: Services) -> Response:
+    """`POST /v1/responses`."""
+    principal: Principal = request.state.principal
+    raw = await read_body(request, services.config.limits.frame_bytes)
+    if not raw.lstrip().startswith(b"{"):
+        raise InvalidValue("the body must be one JSON object")
+    turn = accept(decode(raw, ResponseCreate), principal, services.config, headers_of(request), websocket=False)
+    if turn.create.stream:
+        return EventStream(turn, services)
+    return await _whole(request, turn, services)
+
+
+class _Nowhere:
+    """Sink of a turn whose events nobody follows."""
+
+    pressed = False
+    full = False
+
+    def put(self, event: Event) -> None:
+        pass
+
+    async def room(self) -> None:
+        pass
+
+
+async def _whole(request: Request, turn: TurnRequest, services: Services) -> Response:
+    task = asyncio.create_task(run_turn(turn, services, _Nowhere()), name=f"turn-{turn.id}")
+    gone = asyncio.create_task(_disconnected(request.receive), name="http-disconnect")
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return Response(status_code=499)
+        return _answer(task.result())
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+def _answer(body: ResponseBody) -> Response:
+    if body.error is None:
+        return json_response(body)
+    return json_response({"error": body.error}, FAILED_STATUS.get(body.error.code, 500))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of one turn; also the turn's Sink. Errors before the first event get their own HTTP status."""
+
+    def __init__(self, turn: TurnRequest, services: Services) -> None:
+        super().__init__()
+        self._turn = turn
+        self._services = services
+        self._task: asyncio.Task[ResponseBody] | None = None
+        limits = services.config.limits
+        self._outbox = Outbox(
+            max_bytes=limits.buffer_bytes,
+            max_events=limits.buffer_events,
+            slow_s=limits.slow_s,
+            on_slow=self._stop,
+        )
+
+    @property
+    def pressed(self) -> bool:
+        return self._outbox.pressed
+
+    @property
+    def full(self) -> bool:
+        return self._outbox.full
+
+    def put(self, event: Event) -> None:
+        self._outbox.put(sse(event))
+
+    async def room(self) -> None:
+        await self._outbox.room()
+
+    def _stop(self) -> None:
+        self._outbox.close(drop=True)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._task = asyncio.create_task(run_turn(self._turn, self._services, self), name=f"turn-{self._turn.id}")
+        self._task.add_done_callback(lambda _: self._outbox.close(drop=False))
+        sender = asyncio.create_task(self._send(scope, receive, send), name="sse-writer")
+        gone = asyncio.create_task(_disconnected(receive), name="http-disconnect")
+        try:
+            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not self._turn.options.detach:
+                self._task.cancel()
+            gone.cancel()
+            if not sender.done():
+                self._outbox.close(drop=True)
+                sender.cancel()
+            await asyncio.gather(sender, gone, return_exceptions=True)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._task is not None
+        payload = await self._outbox.get()
+        if payload is None:
+            await _failed_to_start(self._task)(scope, receive, send)
+            return
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while payload is not None:
+            await send({"type": "http.response.body", "body": payload, "more_body": True})
+            self._outbox.sent()
+            payload = await self._outbox.get()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _failed_to_start(task: asyncio.Task[ResponseBody]) -> Response:
+    error = None if task.cancelled() else task.exception()
+    return error_response(
+        error if isinstance(error, ApiError) else ServerError("the server failed before this turn began; retry")
+    )

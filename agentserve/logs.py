@@ -1,0 +1,40 @@
+"""Logging of this process: one event per line, stable key=value, to standard error.
+
+What never goes in: prompts, output, tool results, tokens, and messages of client errors (they may quote the client).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
+_QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "websockets", "websockets.server", "asyncio", "sqlalchemy")
+
+
+class OneLine(logging.Formatter):
+    """Keeps an event on one line: a traceback is given as its frames' places, without the values in them."""
+
+    def formatException(self, ei: Any) -> str:
+        kind, _, trace = ei
+        places = []
+        while trace is not None:
+            places.append(f"{trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}")
+            trace = trace.tb_next
+        return f"error={getattr(kind, '__name__', kind)} at={'>'.join(places)}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(super().format(record).splitlines())
+
+
+def setup(level: str = "INFO") -> None:
+    """Send this package's events to standard error. Libraries speak from WARNING on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine(FORMAT, "%Y-%m-%dT%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("agentserve").setLevel(level)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

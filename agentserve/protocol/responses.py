@@ -1,0 +1,194 @@
+"""Wire Structs of the Responses protocol: what a client may ask and the `response` object it gets.
+
+Unknown keys are ignored; a known key with a wrong value is an error that names it. Raw members are looked at by decode.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from agentserve.protocol.items import OutputItem
+
+ABSENT = Raw(b"null")
+Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+class TurnOptions(Struct, frozen=True, kw_only=True):
+    """The `agentserve` object of a create body; the same keys work as strings in metadata ("agentserve.events": "1").
+
+    ttft_deadline_ms: milliseconds from acceptance to the first generated token. priority: orders turns of equal slack.
+    """
+
+    events: bool = False
+    ttft_deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    on_miss: Literal["continue", "fail"] = "continue"
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    retain: Literal["template", "all"] = "template"
+    detach: bool = False
+
+
+class ReasoningConfig(Struct, frozen=True, kw_only=True):
+    """effort "none" asks the template for no thinking; other efforts are all the same here."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(Struct, frozen=True, kw_only=True):
+    type: str = "text"
+
+
+class TextConfig(Struct, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseCreate(Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/responses` and of the `response.create` frame. `stream` means nothing on a WebSocket.
+
+    top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty and stop are not in the standard.
+    """
+
+    model: str | None = None
+    input: Raw = ABSENT
+    instructions: str | None = None
+    tools: list[Raw] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = None
+    generate: bool | None = None
+    stream_id: Any = None
+    include: list[str] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncation: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: str | list[str] | None = None
+    agentserve: TurnOptions | None = None
+
+
+class ResponseCancel(Struct, frozen=True, kw_only=True):
+    """response_id None: whatever is active on the lane."""
+
+    response_id: str | None = None
+    stream_id: Any = None
+
+
+class ResponseSteer(Struct, frozen=True, kw_only=True):
+    previous_response_id: str | None = None
+    input: Any = None
+    stream_id: Any = None
+
+
+ClientFrame = ResponseCreate | ResponseCancel | ResponseSteer
+
+# ── what the server sends ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """cached_tokens: restored from a checkpoint. cache_write_tokens: newly checkpointed."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ErrorDetail(Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: str
+
+
+class EchoFormat(Struct, frozen=True):
+    type: str = "text"
+
+
+class EchoText(Struct, frozen=True):
+    format: EchoFormat = EchoFormat()
+
+
+class ResponseBody(Struct, frozen=True, kw_only=True):
+    """The `response` object. status: in_progress, queued, completed, incomplete, failed or cancelled. Times: Unix seconds."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: str
+    completed_at: int | None = None
+    background: bool = False
+    error: ErrorDetail | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: tuple[OutputItem, ...] = ()
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningConfig = ReasoningConfig()
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = True
+    temperature: float = 1.0
+    text: EchoText = EchoText()
+    tool_choice: Any = "auto"
+    tools: tuple[Raw, ...] = ()
+    top_logprobs: int = 0
+    top_p: float = 1.0
+    truncation: str = "disabled"
+    usage: Usage | None = None
+    user: str | None = None
+
+
+def usage(*, prompt: int, cached: int, written: int, output: int, reasoning: int) -> Usage:
+    """Usage with every detail present: clients refuse `{}`."""
+    return Usage(
+        input_tokens=prompt,
+        input_tokens_details=InputTokensDetails(cached, written),
+        output_tokens=output,
+        output_tokens_details=OutputTokensDetails(reasoning),
+        total_tokens=prompt + output,
+    )
+
+
+encode_body = msgspec.json.Encoder().encode

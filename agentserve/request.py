@@ -1,0 +1,248 @@
+"""A create body that has been checked, and where its context comes from: options, session, parent, items.
+
+Everything that can be refused before a response exists is refused here, as an ApiError that names the field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from agentserve.config import Config
+from agentserve.errors import InvalidValue, ModelNotFound, PreviousResponseNotFound, UnsupportedValue
+from agentserve.events import new_id
+from agentserve.interfaces import Principal, Store, StoredResponse
+from agentserve.protocol.decode import decode_input, decode_tools, options_of, tool_choice
+from agentserve.protocol.items import IgnoredTool, Item, Tool
+from agentserve.protocol.machine import stream_id_of
+from agentserve.protocol.responses import ReasoningConfig, ResponseBody, ResponseCreate, TurnOptions
+from agentserve.worker.messages import Sampling
+
+SESSION_HEADERS = ("session-id", "x-claude-code-session-id")
+MAX_METADATA = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One accepted turn. accepted_at: `time.monotonic()`. tools None: the parent's, if there is one.
+
+    max_output_tokens: as asked, None = the server's default. top_logprobs None = none wanted.
+    """
+
+    id: str
+    principal: Principal
+    stream_id: str | UnsetType
+    accepted_at: float
+    created_at: int
+    create: ResponseCreate
+    options: TurnOptions
+    items: tuple[Item, ...]
+    tools: tuple[Tool, ...] | None
+    ignored_tools: tuple[IgnoredTool, ...]
+    tools_echo: tuple[Raw, ...]
+    tool_choice: Literal["auto", "none"]
+    model: str
+    top_logprobs: int | None
+    session_hint: str | None
+    idempotency_key: str | None
+    digest: bytes
+
+    @property
+    def store(self) -> bool:
+        return self.create.store is not False
+
+    @property
+    def generate(self) -> bool:
+        return self.create.generate is not False
+
+    @property
+    def thinking(self) -> bool:
+        reasoning = self.create.reasoning
+        return reasoning is None or reasoning.effort != "none"
+
+    def sampling(self, config: Config, room: int | None) -> Sampling:
+        """room: tokens that still fit into the context, None if not known."""
+        c = self.create
+        wanted = c.max_output_tokens or config.turn.max_output_tokens
+        stop = (c.stop,) if isinstance(c.stop, str) else tuple(c.stop or ())
+        return Sampling(
+            max_tokens=0 if not self.generate else wanted if room is None else max(1, min(wanted, room)),
+            temperature=config.turn.temperature if c.temperature is None else c.temperature,
+            top_p=config.turn.top_p if c.top_p is None else c.top_p,
+            top_k=c.top_k or 0,
+            min_p=c.min_p or 0.0,
+            seed=c.seed,
+            repetition_penalty=1.0 if c.repetition_penalty is None else c.repetition_penalty,
+            presence_penalty=c.presence_penalty or 0.0,
+            frequency_penalty=c.frequency_penalty or 0.0,
+            logprobs=self.top_logprobs,
+            stop=tuple(s.encode() for s in stop),
+        )
+
+    def body(self, config: Config) -> ResponseBody:
+        """The response object at its creation."""
+        c = self.create
+        return ResponseBody(
+            id=self.id,
+            created_at=self.created_at,
+            status="in_progress",
+            instructions=c.instructions,
+            max_output_tokens=c.max_output_tokens,
+            metadata=c.metadata or {},
+            model=self.model,
+            parallel_tool_calls=c.parallel_tool_calls is not False,
+            previous_response_id=c.previous_response_id,
+            prompt_cache_key=c.prompt_cache_key,
+            reasoning=c.reasoning or ReasoningConfig(),
+            safety_identifier=c.safety_identifier,
+            store=self.store,
+            temperature=config.turn.temperature if c.temperature is None else c.temperature,
+            tool_choice=self.tool_choice,
+            tools=self.tools_echo,
+            top_logprobs=c.top_logprobs or 0,
+            top_p=config.turn.top_p if c.top_p is None else c.top_p,
+            user=c.user,
+        )
+
+
+def accept(
+    create: ResponseCreate, principal: Principal, config: Config, headers: Mapping[str, str], *, websocket: bool
+) -> TurnRequest:
+    """Check a create body. headers: of the request or upgrade, lower case. Raises ApiError."""
+    _refuse_unsupported(create)
+    options = options_of(create, events_header=headers.get("agentserve-events") == "1")
+    tools, ignored, echo = decode_tools(create.tools)
+    metadata = create.metadata or {}
+    if len(metadata) > MAX_METADATA:
+        raise InvalidValue(f"{len(metadata)} entries, at most {MAX_METADATA} are accepted", "metadata")
+    wants_logprobs = bool(create.top_logprobs) or "message.output_text.logprobs" in (create.include or ())
+    key = metadata.get("idempotency_key") or headers.get("idempotency-key")
+    return TurnRequest(
+        id=new_id("resp"),
+        principal=principal,
+        stream_id=stream_id_of(create.stream_id) if websocket else UNSET,
+        accepted_at=time.monotonic(),
+        created_at=int(time.time()),
+        create=create,
+        options=options,
+        items=decode_input(create.input, max_items=config.limits.items),
+        tools=None if create.tools is None else tools,
+        ignored_tools=ignored,
+        tools_echo=echo,
+        tool_choice=tool_choice(create.tool_choice),
+        model=_model(create.model, config),
+        top_logprobs=(create.top_logprobs or 0) if wants_logprobs else None,
+        session_hint=_session_hint(create, headers),
+        idempotency_key=key,
+        digest=_digest(create),
+    )
+
+
+def _refuse_unsupported(create: ResponseCreate) -> None:
+    if create.conversation is not None:
+        raise UnsupportedValue("conversations are not supported; accepted: previous_response_id", "conversation")
+    if create.background:
+        raise UnsupportedValue("background responses are not supported; accepted: false", "background")
+    if create.truncation not in (None, "disabled"):
+        raise UnsupportedValue(f"'{create.truncation[:64]}' is not supported; accepted: disabled", "truncation")
+    form = create.text.format if create.text is not None else None
+    if form is not None and form.type != "text":
+        raise UnsupportedValue(f"'{form.type[:64]}' is not supported; accepted: text", "text.format.type")
+
+
+def _model(name: str | None, config: Config) -> str:
+    model = config.model
+    if name is None or name == model.name or name in model.aliases or "*" in model.aliases:
+        return model.name
+    raise ModelNotFound(name[:128], (model.name, *model.aliases))
+
+
+def _session_hint(create: ResponseCreate, headers: Mapping[str, str]) -> str | None:
+    if create.prompt_cache_key:
+        return f"key:{create.prompt_cache_key}"
+    for name in SESSION_HEADERS:
+        if headers.get(name):
+            return f"header:{headers[name]}"
+    return None
+
+
+def _digest(create: ResponseCreate) -> bytes:
+    """Of what the client asked, for idempotency keys; transport members do not count."""
+    plain = msgspec.structs.replace(create, stream=None, stream_id=None)
+    return hashlib.sha256(msgspec.json.encode(plain)).digest()
+
+
+# ── where the context comes from ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All items of a turn, oldest first; the last `own` of them are the turn's. parent: the response it follows."""
+
+    session: str
+    parent: StoredResponse | None
+    items: tuple[Item, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(slots=True)
+class LocalResponses:
+    """Responses with `store: false`: kept for the life of one connection, the oldest dropped first."""
+
+    limit: int = 256
+    _kept: dict[str, StoredResponse] = field(default_factory=dict)
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        return self._kept.get(response_id)
+
+    def add(self, response: StoredResponse) -> None:
+        self._kept[response.id] = response
+        while len(self._kept) > self.limit:
+            del self._kept[next(iter(self._kept))]
+
+
+async def resolve(request: TurnRequest, store: Store, local: LocalResponses) -> Context:
+    """Find the parent chain and the session. Raises PreviousResponseNotFound, InvalidValue."""
+    parent_id = request.create.previous_response_id
+    if parent_id is None:
+        if not request.items and not request.create.instructions:
+            raise InvalidValue("nothing to answer: `input` and `instructions` are empty", "input")
+        return Context(_first_session(request), None, request.items, request.tools or ())
+    chain = await _chain(request.principal.id, parent_id, store, local)
+    if chain is None:
+        raise PreviousResponseNotFound(parent_id[:128])
+    parent = chain[-1]
+    items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + request.items
+    tools = decode_tools(msgspec.json.decode(parent.tools, type=list[Raw]))[0] if request.tools is None else request.tools
+    return Context(parent.session, parent, items, tools)
+
+
+async def _chain(principal: str, response_id: str, store: Store, local: LocalResponses) -> tuple[StoredResponse, ...] | None:
+    newer: list[StoredResponse] = []
+    at: str | None = response_id
+    while at is not None and (kept := local.get(at)) is not None:
+        newer.append(kept)
+        at = kept.parent
+    older: tuple[StoredResponse, ...] | None = ()
+    if at is not None:
+        older = await store.chain(principal, at)
+    return None if older is None else (*older, *reversed(newer))
+
+
+def _first_session(request: TurnRequest) -> str:
+    """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins."""
+    if request.session_hint is not None:
+        seed = request.session_hint.encode()
+    else:
+        first_user = next(
+            (i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items)
+        )
+        head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
+        seed = msgspec.msgpack.encode((request.create.instructions, head))
+    return "ses_" + hashlib.sha256(request.principal.id.encode() + b"\0" + seed).hexdigest()[:30]

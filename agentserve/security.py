@@ -1,0 +1,187 @@
+"""Who may come in: Host, Origin and token are checked before a request or an upgrade reaches any route.
+
+CORS middleware does not run for WebSockets and a browser sends them from any page, so this is plain ASGI around the whole app.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from agentserve.config import ServerConfig, is_loopback
+from agentserve.errors import ApiError, ConfigError, Forbidden, InvalidApiKey, UpgradeRequired
+from agentserve.interfaces import Principal
+from agentserve.protocol.codec import error_body
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+"""Need no token: they say nothing about anybody. Host and Origin are checked all the same."""
+
+
+def principal_named(name: str) -> Principal:
+    """The same name has the same salt for ever, also after its token is changed."""
+    return Principal(name, hashlib.sha256(b"agentserve principal\0" + name.encode()).digest()[:16])
+
+
+class Tokens:
+    """Which token is whose. Compares in constant time and always with every token."""
+
+    def __init__(self, named: Iterable[tuple[str, str]]) -> None:
+        self._known = [(token.encode(), principal_named(name)) for name, token in named]
+
+    def owner(self, token: str) -> Principal | None:
+        given = token.encode()
+        found = None
+        for known, principal in self._known:
+            if hmac.compare_digest(known, given):
+                found = principal
+        return found
+
+
+def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
+    """Tokens of this server (None = none asked for) and the token if it was generated just now, to be shown once.
+
+    Raises ConfigError if the token file cannot be read or made.
+    """
+    if config.auth == "none":
+        return None, None
+    token, fresh = config.token, None
+    if token is None:
+        path = Path(config.token_file or "token")
+        try:
+            if path.exists():
+                token = path.read_text(encoding="utf-8").strip()
+            else:
+                token = fresh = secrets.token_urlsafe(32)
+                _write_private(path, token + "\n")
+        except OSError as exc:
+            raise ConfigError(f"cannot use token file {path}: {exc.strerror}") from exc
+        if not token:
+            raise ConfigError(f"token file {path} is empty; delete it and a new token is made")
+    if len(set(config.tokens.values()) | {token}) != len(config.tokens) + 1:
+        raise ConfigError("two principals have the same token")
+    return Tokens([("default", token), *config.tokens.items()]), fresh
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as out:
+        out.write(text)
+
+
+class Guard:
+    """ASGI wrapper. Puts the Principal into `scope["state"]["principal"]` or answers with a refusal before `app` sees anything.
+
+    refused: told one word per refusal (host, origin, token, upgrade), for metrics.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        config: ServerConfig,
+        tokens: Tokens | None,
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._tokens = tokens
+        self._refused = refused
+        self._hosts = frozenset(h.lower() for h in config.allowed_hosts)
+        self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            principal = self._admit(scope)
+        except ApiError as error:
+            reason = error.param or error.code
+            self._refused(reason)
+            log.info("request refused status=%d reason=%s kind=%s", error.status, reason, scope["type"])
+            await refuse(scope, receive, send, error)
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> Principal:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.lower(), []).append(value)
+        self._check_host(headers.get(b"host", []))
+        self._check_origin(headers.get(b"origin", []))
+        if scope["type"] == "websocket" and not self._config.websocket:
+            raise UpgradeRequired("WebSocket is switched off here; use HTTP", "upgrade")
+        if self._tokens is None:
+            return principal_named("default")
+        token = _token(headers)
+        if token is not None and (owner := self._tokens.owner(token)) is not None:
+            return owner
+        if scope["path"] in OPEN_PATHS:
+            return principal_named("")
+        what = "no token" if token is None else "an unknown token"
+        raise InvalidApiKey(f"got {what}; send `Authorization: Bearer …` or `x-api-key: …`", "token")
+
+    def _check_host(self, values: list[bytes]) -> None:
+        if len(values) != 1:
+            raise Forbidden(f"got {len(values)} Host headers; accepted: one", "host")
+        name = _host_name(values[0].decode("latin-1"))
+        if not is_loopback(name) and name not in self._hosts:
+            raise Forbidden("this Host is not accepted; add it to server.allowed_hosts if it is yours", "host")
+
+    def _check_origin(self, values: list[bytes]) -> None:
+        for value in values:
+            if value.decode("latin-1").lower().rstrip("/") not in self._origins:
+                raise Forbidden("this Origin is not accepted; add it to server.allowed_origins if it is yours", "origin")
+
+
+def _host_name(host: str) -> str:
+    """`[::1]:80` → `::1`, `Name:80` → `name`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _token(headers: dict[bytes, list[bytes]]) -> str | None:
+    for value in headers.get(b"authorization", []):
+        scheme, _, token = value.decode("latin-1").partition(" ")
+        if scheme.lower() == "bearer" and token.strip():
+            return token.strip()
+    for value in headers.get(b"x-api-key", []):
+        if value.strip():
+            return value.decode("latin-1").strip()
+    return None
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+    """Answer with an HTTP error; for an upgrade this happens instead of accepting it."""
+    body = error_body(error)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s).encode()))
+    prefix = ""
+    if scope["type"] == "websocket":
+        await receive()
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        prefix = "websocket."
+    await send({"type": f"{prefix}http.response.start", "status": error.status, "headers": headers})
+    await send({"type": f"{prefix}http.response.body", "body": body})

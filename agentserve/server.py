@@ -1,0 +1,317 @@
+"""Routes, lifespan and drain of the server process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+
+from agentserve import health
+from agentserve.connection import Sockets
+from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError, UnsupportedValue
+from agentserve.http import create_response, error_response, json_response
+from agentserve.interfaces import Principal, StoredResponse
+from agentserve.metrics import CONTENT_TYPE
+from agentserve.protocol.items import Item
+from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
+from agentserve.turn import Services
+from agentserve.websocket import DirectSocket
+
+log = logging.getLogger(__name__)
+
+MAX_PAGE = 100
+_ID_PREFIX = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
+
+
+class Api:
+    """Endpoints over one set of services."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.sockets = Sockets(services)
+
+    # ── responses ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.sockets.serve(scope, receive, send)
+
+    async def create(self, request: Request) -> Response:
+        if self.sockets.draining:
+            raise RateLimitExceeded("the server restarts", 5)
+        return await create_response(request, self.services)
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream") in ("true", "1"):
+            raise UnsupportedValue("replaying events is not supported; accepted: false", "stream")
+        response_id = request.path_params["id"]
+        turn = self.services.active.get(response_id)
+        if turn is not None and turn.request.principal.id == _principal(request).id:
+            return json_response(turn.events.body)
+        return json_response((await self._stored(request)).body)
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["id"]
+        if not await self.services.store.delete(_principal(request).id, response_id):
+            raise _no_response(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Stops a running response and answers with its state; one that has ended is answered as it is."""
+        turn = self.services.active.get(request.path_params["id"])
+        if turn is not None and turn.request.principal.id == _principal(request).id:
+            turn.cancel()
+            return json_response(turn.events.body)
+        return json_response((await self._stored(request)).body)
+
+    async def input_items(self, request: Request) -> Response:
+        stored = await self._stored(request)
+        order, limit = request.query_params.get("order", "desc"), _limit(request)
+        if order not in ("asc", "desc"):
+            raise InvalidValue(f"got '{order[:16]}'; accepted: asc, desc", "order")
+        items = [_with_id(item, stored.id, i) for i, item in enumerate(stored.input)]
+        if order == "desc":
+            items.reverse()
+        after = request.query_params.get("after")
+        if after is not None:
+            place = next((i for i, item in enumerate(items) if item.id == after), None)
+            if place is None:
+                raise InvalidValue("no item of this id in the list", "after")
+            items = items[place + 1 :]
+        return _page(items[:limit], more=len(items) > limit)
+
+    async def _stored(self, request: Request) -> StoredResponse:
+        response_id = request.path_params["id"]
+        stored = await self.services.store.get(_principal(request).id, response_id)
+        if stored is None:
+            raise _no_response(response_id)
+        return stored
+
+    # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def models(self, request: Request) -> Response:
+        return _page([_Named(name) for name in self._model_names()], more=False)
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if name not in self._model_names():
+            raise NotFound(f"model '{name[:128]}' is not served here", "model")
+        return json_response(_model_object(name))
+
+    def _model_names(self) -> list[str]:
+        model = self.services.config.model
+        return [model.name, *(alias for alias in model.aliases if alias not in ("*", model.name))]
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sessions(self, request: Request) -> Response:
+        limit = _limit(request)
+        rows = await self.services.store.sessions(_principal(request).id, limit + 1, request.query_params.get("after"))
+        return _page(list(rows[:limit]), more=len(rows) > limit)
+
+    async def session(self, request: Request) -> Response:
+        row = await self.services.store.session(_principal(request).id, request.path_params["id"])
+        if row is None:
+            raise _no_session(request.path_params["id"])
+        return json_response(row)
+
+    async def delete_session(self, request: Request) -> Response:
+        session_id = request.path_params["id"]
+        if not await self.services.store.delete_session(_principal(request).id, session_id):
+            raise _no_session(session_id)
+        self.services.worker.forget(session_id)
+        return json_response({"id": session_id, "object": "session", "deleted": True})
+
+    async def checkpoints(self, request: Request) -> Response:
+        session_id = request.path_params["id"]
+        if await self.services.store.session(_principal(request).id, session_id) is None:
+            raise _no_session(session_id)
+        return json_response({"object": "list", "data": await self.services.worker.checkpoints(session_id)})
+
+    # ── operation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def healthz(self, request: Request) -> Response:
+        return health.healthz()
+
+    async def readyz(self, request: Request) -> Response:
+        return health.readyz(self.services, draining=self.sockets.draining)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.services.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def drain(self) -> None:
+        """Let running turns end, for at most `server.drain_s`; sockets close after theirs."""
+        config = self.services.config
+        log.info(
+            "draining sockets=%d turns=%d limit_s=%.0f", len(self.sockets), len(self.services.active), config.server.drain_s
+        )
+        self.sockets.drain()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + config.server.drain_s
+        while (self.services.active or len(self.sockets)) and loop.time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+class _Socket:
+    """The WebSocket route as plain ASGI: Starlette's wrapper would cost a state check per event."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.websocket(scope, receive, send)
+
+
+class _Named:
+    """A model as a row with an id."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+
+
+def routes(api: Api) -> list[Route | WebSocketRoute]:
+    return [
+        WebSocketRoute("/v1/responses", _Socket(api)),
+        Route("/v1/responses", api.create, methods=["POST"]),
+        Route("/v1/responses/{id}", api.get, methods=["GET"]),
+        Route("/v1/responses/{id}", api.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", api.input_items, methods=["GET"]),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{id:path}", api.model, methods=["GET"]),
+        Route("/v1/sessions", api.sessions, methods=["GET"]),
+        Route("/v1/sessions/{id}", api.session, methods=["GET"]),
+        Route("/v1/sessions/{id}", api.delete_session, methods=["DELETE"]),
+        Route("/v1/sessions/{id}/checkpoints", api.checkpoints, methods=["GET"]),
+        Route("/healthz", api.healthz, methods=["GET"]),
+        Route("/readyz", api.readyz, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
+    ]
+
+
+def create_app(services: Services, tokens: Tokens | None, lifespan: Lifespan | None = None) -> tuple[App, Api]:
+    """The ASGI app, guarded, and its endpoints. lifespan: starts and stops what the services need."""
+    api = Api(services)
+
+    @contextlib.asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        async with lifespan(app) if lifespan is not None else contextlib.nullcontext():
+            yield
+
+    app = Starlette(
+        routes=routes(api),
+        lifespan=life,
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
+    )
+    return Guard(app, services.config.server, tokens, services.metrics.refused), api
+
+
+def _on_api_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ApiError)
+    return error_response(exc)
+
+
+def _on_http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    error = NotFound(f"{request.method} {request.url.path[:128]}: {exc.detail}")
+    return Response(error_response(error).body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
+
+
+def _on_bug(request: Request, exc: Exception) -> Response:
+    return error_response(ServerError("the server failed on this request"))
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that lets turns end before it closes sockets."""
+
+    def __init__(self, config: uvicorn.Config, api: Api) -> None:
+        super().__init__(config)
+        self._api = api
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        drain = asyncio.ensure_future(self._api.drain())
+        while not drain.done() and not self.force_exit:
+            await asyncio.wait({drain}, timeout=0.1)
+        drain.cancel()
+        await super().shutdown(sockets)
+
+
+def uvicorn_config(app: App, services: Services) -> uvicorn.Config:
+    config = services.config
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        host=config.server.host,
+        port=config.server.port,
+        ws=DirectSocket,
+        ws_max_size=config.limits.frame_bytes,
+        ws_per_message_deflate=config.server.compression,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=60.0,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=10,
+        lifespan="on",
+    )
+
+
+# ── small shapes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _principal(request: Request) -> Principal:
+    return request.state.principal
+
+
+def _no_response(response_id: str) -> NotFound:
+    return NotFound(f"Response with id '{response_id[:128]}' not found.", "response_id")
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"Session with id '{session_id[:128]}' not found.", "session_id")
+
+
+def _limit(request: Request) -> int:
+    raw = request.query_params.get("limit", "20")
+    if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw[:6]) <= MAX_PAGE:
+        raise InvalidValue(f"got '{raw[:16]}'; accepted: 1 to {MAX_PAGE}", "limit")
+    return int(raw)
+
+
+def _page(rows: Sequence[Any], *, more: bool) -> Response:
+    data = [_model_object(row.id) if isinstance(row, _Named) else row for row in rows]
+    ends = (rows[0].id, rows[-1].id) if rows else (None, None)
+    return json_response({"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more})
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentserve"}
+
+
+def _with_id(item: Item, response_id: str, index: int) -> Item:
+    """Items that the client sent without an id get one that stays the same."""
+    if item.id is not None:
+        return item
+    prefix = _ID_PREFIX[str(item.__struct_config__.tag)]
+    return msgspec.structs.replace(item, id=f"{prefix}_{response_id.removeprefix('resp_')}_{index}")

@@ -1,0 +1,415 @@
+"""One turn, from an accepted request to its terminal event: run_turn() reads as the line that data follows.
+
+Knows no sockets and no SQL; see interfaces.py for what it stands on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentserve.config import Config
+from agentserve.deadlines import DeadlineReport, DeadlineTracker
+from agentserve.errors import TurnFailure
+from agentserve.events import ResponseEvents
+from agentserve.interfaces import (
+    CallClose,
+    CallDelta,
+    Delta,
+    ReasoningDelta,
+    Rendered,
+    RenderRequest,
+    Store,
+    StoredResponse,
+    StreamParser,
+    Text,
+    TextDelta,
+    Worker,
+)
+from agentserve.metrics import Metrics
+from agentserve.protocol.responses import ResponseBody, encode_body, usage
+from agentserve.protocol.server_events import CheckpointUsed, DivergencePart, Event
+from agentserve.request import Context, LocalResponses, TurnRequest, resolve
+from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
+
+log = logging.getLogger(__name__)
+
+MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
+
+
+class Sink(Protocol):
+    """Where a turn's events go. `put` never blocks; `room` waits while the reader is too far behind."""
+
+    @property
+    def pressed(self) -> bool:
+        """The reader falls behind: adjacent deltas are worth joining."""
+        ...
+
+    @property
+    def full(self) -> bool: ...
+
+    def put(self, event: Event) -> None: ...
+
+    async def room(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Services:
+    """What turns share. threads: runs rendering, which takes long for long contexts. active: running turns by response id."""
+
+    config: Config
+    text: Text
+    store: Store
+    worker: Worker
+    threads: Executor
+    metrics: Metrics = field(default_factory=Metrics)
+    active: dict[str, Turn] = field(default_factory=dict)
+
+
+async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: LocalResponses | None = None) -> ResponseBody:
+    """Run one turn and return the final response object; its terminal event has been put into `sink`.
+
+    Raises ApiError before the response is created, nothing afterwards but CancelledError: a failure ends as `response.failed`.
+    Cancelling the task stops generation within one step.
+    """
+    kept = LocalResponses() if local is None else local
+    context = await resolve(request, services.store, kept)
+    turn = Turn(request, context, services, sink)
+    turn.announce()
+    with turn.running():
+        try:
+            rendered = await turn.render()
+            outcome = await turn.generate(rendered)
+            stored = turn.finish(rendered, outcome)
+            if request.store:
+                await services.store.commit(stored)
+            else:
+                kept.add(stored)
+            turn.end()
+        except TurnFailure as failure:
+            turn.fail(failure)
+        except Exception as exc:
+            log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
+            turn.fail(TurnFailure("server_error", "the server failed in this turn; its context is unchanged, retry"))
+    return turn.events.body
+
+
+class Turn:
+    """State of one running turn."""
+
+    def __init__(self, request: TurnRequest, context: Context, services: Services, sink: Sink) -> None:
+        self.request = request
+        self.context = context
+        self.services = services
+        self.sink = sink
+        self.events = ResponseEvents(request.body(services.config), sink.put, request.stream_id)
+        self.cancelled = False
+        self._queued = False
+        self._started = False
+        self._enough = False
+        self._generated: list[int] = []
+        self._reasoning_tokens = 0
+        self._held: Delta | None = None
+        self._held_logprobs: list[Any] = []
+        deadline_ms = request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000)
+        self._deadline = DeadlineTracker(deadline_ms)
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def announce(self) -> None:
+        self.events.created()
+        self.events.in_progress()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While a turn runs it can be found by its id, and its client hears from it at least every `keepalive_s`."""
+        services, loop = self.services, asyncio.get_running_loop()
+        every_s = services.config.turn.keepalive_s * 0.75
+
+        def sign_of_life() -> None:
+            nonlocal timer
+            if self.events.waiting:
+                if self._queued:
+                    self.events.queued()
+                else:
+                    self.events.in_progress()
+            self._report_deadline(self._deadline.tick(self._elapsed_ms()))
+            self._flush()
+            timer = loop.call_later(every_s, sign_of_life)
+
+        timer = loop.call_later(every_s, sign_of_life)
+        services.active[self.request.id] = self
+        services.metrics.active_responses(len(services.active))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            services.active.pop(self.request.id, None)
+            services.metrics.active_responses(len(services.active))
+
+    def cancel(self) -> None:
+        """Stop at the next step; the response ends as incomplete."""
+        self.cancelled = True
+        if self._started:
+            self.services.worker.cancel(self.request.id)
+
+    # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def render(self) -> Rendered:
+        request, context = self.request, self.context
+        self._render_request = RenderRequest(
+            instructions=request.create.instructions,
+            tools=context.tools if request.tool_choice == "auto" else (),
+            items=context.items,
+            retain=request.options.retain,
+            thinking=request.thinking,
+            salt=request.principal.salt,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)
+
+    async def generate(self, rendered: Rendered) -> TurnFinished:
+        """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
+        parser = self.services.text.parser(self._render_request, rendered)
+        start = self._start(rendered)
+        self._started = True
+        if self.cancelled:
+            return _nothing(self.request.id, len(rendered.ids))
+        async with aclosing(self.services.worker.run(start)) as frames:
+            async for frame in frames:
+                if type(frame) is Tokens:
+                    if not self._enough:
+                        self._tokens(frame, parser)
+                        if self.sink.full:
+                            await self.sink.room()
+                elif type(frame) is Progress:
+                    self._progress(frame)
+                elif type(frame) is Matched:
+                    self._matched(frame, rendered)
+                elif type(frame) is TurnFinished:
+                    self._write(parser.finish())
+                    self._flush()
+                    self._ended(frame)
+                    return frame
+                elif type(frame) is TurnFailed:
+                    self._ended(frame)
+                    raise TurnFailure(frame.code, frame.message, frame.param)
+                else:
+                    assert type(frame) is Saved
+        raise TurnFailure("server_error", "the worker ended the turn without a result; retry")
+
+    def finish(self, rendered: Rendered, outcome: TurnFinished) -> StoredResponse:
+        """Close the output and build the row to store."""
+        request, context = self.request, self.context
+        reason = {"length": "max_output_tokens", "cancelled": "cancelled"}.get(outcome.reason)
+        if self._enough and not self.cancelled:
+            reason = None
+        body = self.events.finished(
+            usage=usage(
+                prompt=outcome.prompt_tokens,
+                cached=outcome.reused_tokens,
+                written=outcome.written_tokens,
+                output=len(self._generated),
+                reasoning=self._reasoning_tokens,
+            ),
+            incomplete=reason,
+            now=int(time.time()),
+            cancelled=reason == "cancelled",
+        )
+        generated = np.asarray(self._generated, dtype="<u4")
+        if self._generated:
+            self.services.text.learn(self._render_request, rendered, body.output, generated)
+        log.info(
+            "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
+            request.id,
+            context.session,
+            body.status,
+            outcome.prompt_tokens,
+            outcome.reused_tokens,
+            outcome.written_tokens,
+            len(self._generated),
+            "-" if outcome.ttft_s is None else round(outcome.ttft_s * 1000, 1),
+        )
+        tools = request.tools_echo if request.tools is not None or context.parent is None else context.parent.tools
+        return StoredResponse(
+            id=request.id,
+            principal=request.principal.id,
+            session=context.session,
+            parent=request.create.previous_response_id,
+            model=request.model,
+            status=body.status,
+            created_at=float(request.created_at),
+            completed_at=time.time(),
+            instructions=request.create.instructions,
+            tools=tools if isinstance(tools, bytes) else encode_body(tools),
+            input=request.items,
+            output=body.output,
+            body=encode_body(body),
+            prompt_ids=rendered.ids.astype("<u4").tobytes(),
+            generated_ids=generated.tobytes(),
+            idempotency_key=request.idempotency_key,
+            request_digest=request.digest if request.idempotency_key is not None else None,
+        )
+
+    def end(self) -> None:
+        self.events.end()
+
+    def fail(self, failure: TurnFailure) -> None:
+        self._held = None
+        self.services.metrics.error(failure.code)
+        log.info("turn failed response=%s session=%s code=%s", self.request.id, self.context.session, failure.code)
+        self.events.failed(failure)
+
+    # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, rendered: Rendered) -> StartTurn:
+        request, services = self.request, self.services
+        hello = services.worker.hello
+        room = None if hello is None else hello.max_context - len(rendered.ids)
+        asked_ms = request.options.ttft_deadline_ms
+        return StartTurn(
+            turn_id=request.id,
+            ids=rendered.ids.astype("<u4").tobytes(),
+            cuts=rendered.cuts,
+            markers=rendered.markers,
+            salt=request.principal.salt,
+            session=self.context.session,
+            sampling=request.sampling(services.config, room),
+            accepted_at=request.accepted_at,
+            deadline_s=None if asked_ms is None else asked_ms / 1000,
+            on_miss=request.options.on_miss,
+            priority=request.options.priority,
+            generate=request.generate,
+        )
+
+    def _tokens(self, frame: Tokens, parser: StreamParser) -> None:
+        if not self._generated:
+            self._report_deadline(self._deadline.first_token(self._elapsed_ms()))
+        if frame.logprobs:
+            for token_id, mark in zip(frame.ids, frame.logprobs, strict=True):
+                self._generated.append(token_id)
+                self._held_logprobs.append(self._logprob(token_id, mark.logprob, mark.top))
+                self._write(parser.push((token_id,)))
+        else:
+            self._generated.extend(frame.ids)
+            self._write(parser.push(frame.ids))
+        if self.events.open_kind == "reasoning":
+            self._reasoning_tokens += len(frame.ids)
+
+    def _write(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if self._enough:
+                return
+            held = self._held
+            if held is not None:
+                if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
+                    self._held = type(held)(held.text + delta.text)
+                    if not self.sink.pressed:
+                        self._flush()
+                    continue
+                self._flush()
+            if isinstance(delta, MERGEABLE) and self.sink.pressed:
+                self._held = delta
+                continue
+            self._emit(delta)
+            if type(delta) is CallClose and self.request.create.parallel_tool_calls is False:
+                self._enough = True
+                self.services.worker.cancel(self.request.id)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._emit(held)
+
+    def _emit(self, delta: Delta) -> None:
+        marks = self._held_logprobs
+        if marks:
+            self._held_logprobs = []
+        self.events.write(delta, marks if type(delta) is TextDelta else ())
+
+    def _progress(self, frame: Progress) -> None:
+        self._queued = frame.queued > 0
+        self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.eta_s * 1000)))
+        if self.request.options.events:
+            self.events.progress(
+                processed=frame.processed,
+                total=frame.total,
+                cached=frame.cached,
+                queued=frame.queued,
+                eta_ms=int(frame.eta_s * 1000),
+            )
+
+    def _matched(self, frame: Matched, rendered: Rendered) -> None:
+        self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.predicted_ttft_s * 1000)))
+        if self.request.options.events:
+            self.events.cache_report(**cache_report(frame, rendered, self.request))
+
+    def _ended(self, frame: TurnFinished | TurnFailed) -> None:
+        metrics = self.services.metrics
+        metrics.turn_ended(frame)
+        if not self._deadline.final:
+            self._report_deadline(self._deadline.ended(self._elapsed_ms()))
+        if self._deadline.status is not None:
+            metrics.deadline(self._deadline.status)
+
+    def _report_deadline(self, report: DeadlineReport | None) -> None:
+        if report is not None and self.request.options.events:
+            self.events.deadline(
+                deadline_ms=report.deadline_ms,
+                predicted_ttft_ms=report.predicted_ttft_ms,
+                elapsed_ms=report.elapsed_ms,
+                status=report.status.value,
+            )
+
+    def _elapsed_ms(self) -> int:
+        return int((time.monotonic() - self.request.accepted_at) * 1000)
+
+    def _logprob(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        def entry(one: int, value: float) -> dict[str, Any]:
+            raw = self.services.text.token_text(one)
+            return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": value}
+
+        return {**entry(token_id, logprob), "top_logprobs": [entry(i, p) for i, p in top]}
+
+
+def cache_report(frame: Matched, rendered: Rendered, request: TurnRequest) -> dict[str, Any]:
+    """Fields of the cache report of one turn."""
+    divergence = None
+    if frame.divergence is not None:
+        item = int(np.searchsorted(np.asarray(rendered.item_starts), frame.divergence, side="right")) - 1
+        divergence = DivergencePart(token_index=frame.divergence, item_index=item if item >= 0 else None, cause=frame.cause)
+    used = None
+    if frame.position > 0:
+        used = CheckpointUsed("" if frame.kind is None else frame.kind.value, frame.position)
+    return {
+        "prompt_tokens": len(rendered.ids),
+        "reused_tokens": frame.position,
+        "restored_from": frame.tier,
+        "checkpoint": used,
+        "divergence": divergence,
+        "ignored_tools": tuple(t.type if t.name is None else f"{t.type}:{t.name}" for t in request.ignored_tools),
+    }
+
+
+def _nothing(turn_id: str, prompt_tokens: int) -> TurnFinished:
+    return TurnFinished(
+        turn_id=turn_id,
+        reason="cancelled",
+        prompt_tokens=prompt_tokens,
+        output_tokens=0,
+        reused_tokens=0,
+        written_tokens=0,
+        queue_s=0.0,
+        restore_s=0.0,
+        prefill_s=0.0,
+        ttft_s=None,
+        decode_s=0.0,
+    )

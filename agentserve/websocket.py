@@ -1,0 +1,50 @@
+"""uvicorn's WebSocket protocol with what ASGI cannot say: send without waiting, and close a socket that does not read.
+
+The socket is found in `scope["extensions"]["agentserve.socket"]`; connection.py works without it too, one task hop slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
+from websockets.http11 import Request
+
+EXTENSION = "agentserve.socket"
+
+
+class DirectSocket(WebSocketsSansIOProtocol):
+    """One socket. Source of the base class's contract: uvicorn 0.34 to 0.54."""
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        scope: Any = getattr(self, "scope", None)
+        if scope is not None:
+            scope["extensions"][EXTENSION] = self
+
+    def send_now(self, payload: bytes) -> bool:
+        """Send one text frame (UTF-8). False if the transport's buffer is full; a closed socket swallows it."""
+        if not self.writable.is_set():
+            return False
+        if not (self.close_sent or self.disconnected):
+            try:
+                self.conn.send_text(payload)
+            except InvalidState:
+                return True
+            self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
+
+    def close_now(self, code: int, reason: str) -> None:
+        """Queue a close frame behind what is buffered; give up on a peer that does not answer within `close_timeout`."""
+        if self.close_sent or self.disconnected or self.transport.is_closing():
+            return
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.conn.send_close(code, reason)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.stop_keepalive()
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
