@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from statecache.types import BoundaryKind, TierName
+import numpy as np
+
+from statecache.errors import PayloadMismatch
+from statecache.keys import KEY_BYTES
+from statecache.types import BLOCK_TOKENS, BoundaryKind, Payload, TierName
+
+_ID_BYTES = 4 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +71,62 @@ class Record:
     """A committed checkpoint. Mutable, owned by StateCache; a record in `in_use` matches or with pins is never evicted."""
 
     id: str
+    namespace: bytes
     salt: bytes
     position: int
     kind: BoundaryKind
     item: int
-    tail_key: bytes
     tail_ids: bytes
     used_at: float
     hits: int = 0
     in_use: int = 0
     pins: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A token prefix by all its names. ids: u32le. keys: joined keys of its full blocks."""
+
+    namespace: bytes
+    salt: bytes
+    ids: bytes
+    keys: bytes
+
+    @property
+    def position(self) -> int:
+        return len(self.ids) // 4
+
+    @property
+    def blocks(self) -> int:
+        return self.position // BLOCK_TOKENS
+
+    def key(self, block: int) -> bytes:
+        """Key of a block; empty for −1, the start."""
+        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] if block >= 0 else b""
+
+    @property
+    def tail_ids(self) -> bytes:
+        """Ids behind the last full block."""
+        return self.ids[self.blocks * _ID_BYTES :]
+
+    def block_ids(self, first: int, end: int) -> bytes:
+        return self.ids[first * _ID_BYTES : end * _ID_BYTES]
+
+
+def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
+    """KV rows [start, end) of a payload, a view where one run holds them all. Raises PayloadMismatch when some are missing."""
+    if start == end:
+        width = payload.kv[0].rows.shape[1] if payload.kv else 0
+        return np.empty((0, width), dtype=np.uint8)
+    pieces: list[np.ndarray] = []
+    at = start
+    for run in payload.kv:
+        run_end = run.start + len(run.rows)
+        if run.start <= at < run_end:
+            stop = min(end, run_end)
+            pieces.append(run.rows[at - run.start : stop - run.start])
+            at = stop
+            if at == end:
+                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    raise PayloadMismatch(f"payload at {payload.position} lacks KV rows [{at}, {end})")

@@ -4,6 +4,7 @@ StateCacheError
 ├── PayloadMismatch      the caller handed bytes that do not fit the layout or the position: a bug, never stored
 └── TierError
     ├── TierFull         no room even after eviction: the checkpoint is not kept, the request goes on
+    ├── Collision            a block key names two token paths: the path is not kept
     ├── TierFailed       a write did not happen: what was written of it is taken back, the request goes on
     └── SegmentBad       missing, short, aged or corrupt bytes: quarantined, the next shorter checkpoint is used
 """
@@ -41,3 +42,7 @@ class SegmentBad(TierError):
         super().__init__(f"tier {tier}: segment {key.hex()}: {reason}")
         self.key = key
         self.reason = reason
+
+
+class Collision(TierError):
+    """A block key names another path already. Nothing is stored under it; the new path simply is not kept."""

@@ -8,47 +8,13 @@ what is put and evicted. Not thread-safe except for `read`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from statecache.checkpoint import Record
-from statecache.errors import PayloadMismatch, SegmentBad, TierError
-from statecache.keys import KEY_BYTES
+from statecache.checkpoint import Path, Record, TierStats, rows_between
+from statecache.errors import Collision, SegmentBad
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
-
-_ID_BYTES = 4 * BLOCK_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A token prefix by all its names. ids: u32le. keys: joined keys of its full blocks."""
-
-    namespace: bytes
-    salt: bytes
-    ids: bytes
-    keys: bytes
-
-    @property
-    def position(self) -> int:
-        return len(self.ids) // 4
-
-    @property
-    def blocks(self) -> int:
-        return self.position // BLOCK_TOKENS
-
-    def key(self, block: int) -> bytes:
-        """Key of a block; empty for −1, the start."""
-        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES] if block >= 0 else b""
-
-    @property
-    def tail_ids(self) -> bytes:
-        """Ids behind the last full block."""
-        return self.ids[self.blocks * _ID_BYTES :]
-
-    def block_ids(self, first: int, end: int) -> bytes:
-        return self.ids[first * _ID_BYTES : end * _ID_BYTES]
 
 
 class Extent:
@@ -94,12 +60,8 @@ class Holding:
         return self.state_bytes + self.logits_bytes
 
 
-class Collision(TierError):
-    """A block key names another path already. Nothing is stored; the path simply is not cached."""
-
-
 class Shelf:
-    """See the module. Counters are read by StateCache.stats()."""
+    """See the module."""
 
     def __init__(self, tier: Tier, layout: Layout) -> None:
         self.tier = tier
@@ -129,6 +91,19 @@ class Shelf:
             parent = block
         return parent, path.blocks
 
+    def stats(self) -> TierStats:
+        return TierStats(
+            used_bytes=self.tier.used_bytes,
+            budget_bytes=self.tier.budget_bytes,
+            checkpoints=len(self.holdings),
+            blocks=len(self.blocks),
+            evictions=self.evictions,
+            hits=self.hits,
+            written_bytes=self.written_bytes,
+            refused=self.refused,
+            quarantined=self.quarantined,
+        )
+
     def restored_bytes(self, record: Record) -> int:
         """Bytes that a restore of the record reads."""
         return record.position * self.layout.kv_token_bytes + sum(n for _, n in self.layout.state)
@@ -149,6 +124,12 @@ class Shelf:
         while block is not None:
             yield block
             block = block.parent
+
+    def path(self, record: Record) -> Path:
+        """The token prefix of a checkpoint, from its blocks."""
+        blocks = list(self.chain(record))[::-1]
+        ids = b"".join(b.ids for b in blocks) + record.tail_ids
+        return Path(record.namespace, record.salt, ids, b"".join(b.key for b in blocks))
 
     def depends_on(self, record: Record, segment: bytes) -> bool:
         holding = self.holdings.get(record.id)
@@ -358,21 +339,3 @@ class Shelf:
         holding.logits_bytes = self.tier.put(key, self._state_header(path, "logits"), {"logits": data})
         holding.logits_key = key
         return holding.logits_bytes
-
-
-def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
-    """KV rows [start, end) of a payload, a view where one run holds them all. Raises PayloadMismatch when some are missing."""
-    if start == end:
-        width = payload.kv[0].rows.shape[1] if payload.kv else 0
-        return np.empty((0, width), dtype=np.uint8)
-    pieces: list[np.ndarray] = []
-    at = start
-    for run in payload.kv:
-        run_end = run.start + len(run.rows)
-        if run.start <= at < run_end:
-            stop = min(end, run_end)
-            pieces.append(run.rows[at - run.start : stop - run.start])
-            at = stop
-            if at == end:
-                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    raise PayloadMismatch(f"payload at {payload.position} lacks KV rows [{at}, {end})")

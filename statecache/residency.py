@@ -1,0 +1,167 @@
+"""Which checkpoints exist, on which shelves, for which sessions; making room and letting go.
+
+Holds the records and decides victims through eviction.py. Not thread-safe: StateCache calls it under its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from statecache.checkpoint import Path, Record
+from statecache.errors import SegmentBad, TierError, TierFull
+from statecache.eviction import Candidate, eviction_order
+from statecache.index.base import Index
+from statecache.policy import Policy
+from statecache.shelf import Shelf
+from statecache.types import BLOCK_TOKENS, Payload
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Committed records and their places. shelves: fastest first; a victim moves to the next, out of the last it is gone."""
+
+    def __init__(self, shelves: Sequence[Shelf], index: Index, policy: Policy, clock: Callable[[], float]) -> None:
+        self.shelves = list(shelves)
+        self.index = index
+        self.policy = policy
+        self.clock = clock
+        self.records: dict[str, Record] = {}
+        self.sessions: dict[str, dict[str, None]] = {}
+        self._evicted: OrderedDict[str, None] = OrderedDict()  # marks left in the index to explain misses, oldest first
+
+    def shelf_of(self, record: Record) -> Shelf | None:
+        """The fastest shelf that has it."""
+        return next((shelf for shelf in self.shelves if record.id in shelf.holdings), None)
+
+    def has_logits(self, record: Record) -> bool:
+        shelf = self.shelf_of(record)
+        return shelf is not None and shelf.holdings[record.id].logits_key is not None
+
+    def commit(self, record: Record, path: Path) -> None:
+        """Make a record visible; its bytes must lie on a shelf by now."""
+        assert self.shelf_of(record) is not None
+        if not self.index.knows(record.id):
+            self.index.add(path.salt, path.ids, path.keys, record.id)
+        self.records[record.id] = record
+        self._evicted.pop(record.id, None)
+
+    def join(self, record: Record, session: str) -> None:
+        """List a record under a session; "" is no session."""
+        if session:
+            record.sessions.add(session)
+            self.sessions.setdefault(session, {})[record.id] = None
+
+    def forget(self, session: str) -> None:
+        for checkpoint_id in self.sessions.pop(session, ()):
+            record = self.records[checkpoint_id]
+            record.sessions.discard(session)
+            record.pins.discard(session)
+
+    def write(self, shelf: Shelf, record: Record, path: Path, payload: Payload) -> int:
+        """Make room and write. Raises TierError; then nothing of it is left."""
+        tail, stored = shelf.stored_blocks(path)
+        starts_at = payload.kv[0].start if payload.kv else record.position
+        if starts_at > stored * BLOCK_TOKENS:
+            raise TierError(f"KV rows begin at {starts_at}, stored are {stored * BLOCK_TOKENS} tokens")
+        shelf.hold(tail)  # making room must not take the blocks that this checkpoint builds on
+        try:
+            self.make_room(shelf, shelf.cost(path, stored, payload))
+            return shelf.write(record, path, payload)
+        finally:
+            shelf.drop(tail)
+
+    def make_room(self, shelf: Shelf, needed: int) -> None:
+        """Evict until `needed` bytes fit. Raises TierFull when what is left is held, or the budget is smaller than `needed`."""
+        tier = shelf.tier
+        if tier.used_bytes + needed <= tier.budget_bytes:
+            return
+        if needed > tier.budget_bytes:
+            raise TierFull(tier.name, needed, tier.budget_bytes)
+        target = max(0, tier.budget_bytes - needed - tier.budget_bytes * self.policy.slack_permille // 1000)
+        for checkpoint_id in eviction_order(self._candidates(shelf), self.policy):
+            if tier.used_bytes <= target:
+                break
+            self._evict_from(shelf, self.records[checkpoint_id])
+        if tier.used_bytes + needed > tier.budget_bytes:
+            raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
+
+    def evict(self, record: Record) -> None:
+        """Take a record off every shelf."""
+        for shelf in self.shelves:
+            if record.id in shelf.holdings:
+                shelf.remove(record)
+                shelf.evictions += 1
+        self._gone(record, remember=True)
+
+    def quarantine(self, shelf: Shelf, error: SegmentBad) -> None:
+        """Take every checkpoint that needs a bad segment off its shelf."""
+        broken = [r for r in self.records.values() if shelf.depends_on(r, error.key)]
+        log.warning("segment quarantined tier=%s reason=%s checkpoints=%d", shelf.tier.name, error.reason, len(broken))
+        shelf.quarantined += 1
+        for record in broken:
+            shelf.remove(record)
+            if self.shelf_of(record) is None:
+                self._gone(record, remember=False)
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _candidates(self, shelf: Shelf) -> list[Candidate]:
+        now = self.clock()
+        found: list[Candidate] = []
+        for checkpoint_id in shelf.holdings:
+            record = self.records.get(checkpoint_id)
+            if record is None or record.in_use or record.pins:
+                continue
+            fallback = next((p for p, mark in self.index.above(checkpoint_id) if mark in self.records), 0)
+            found.append(
+                Candidate(
+                    checkpoint_id,
+                    record.kind,
+                    max(0, int(now - record.used_at)),
+                    record.hits,
+                    record.position - fallback,
+                    shelf.exclusive_bytes(record),
+                )
+            )
+        return found
+
+    def _evict_from(self, shelf: Shelf, record: Record) -> None:
+        """Take a record off a shelf; it moves to the next tier when there is one with room."""
+        lower = self.shelves[self.shelves.index(shelf) + 1 :]
+        if lower and record.id not in lower[0].holdings:
+            self._demote(record, shelf, lower[0])
+        shelf.remove(record)
+        shelf.evictions += 1
+        if self.shelf_of(record) is None:
+            self._gone(record, remember=True)
+
+    def _demote(self, record: Record, source: Shelf, target: Shelf) -> None:
+        path = source.path(record)
+        try:
+            self.write(target, record, path, source.read(record, path))
+        except TierError as error:
+            target.refused += 1
+            log.info("checkpoint not moved position=%d tier=%s reason=%s", record.position, target.tier.name, error)
+
+    def _gone(self, record: Record, *, remember: bool) -> None:
+        """A record has left its last shelf. Its tokens stay in the index for a while if `remember`."""
+        del self.records[record.id]
+        for session in record.sessions:
+            ids = self.sessions[session]
+            del ids[record.id]
+            if not ids:
+                del self.sessions[session]
+        record.sessions.clear()
+        record.pins.clear()
+        if not remember:
+            self.index.remove(record.id)
+            return
+        self._evicted[record.id] = None
+        policy = self.policy
+        while self._evicted and (
+            len(self._evicted) > policy.remembered_checkpoints or self.index.tokens > policy.remembered_tokens
+        ):
+            self.index.remove(self._evicted.popitem(last=False)[0])
