@@ -1,0 +1,290 @@
+// ASV_OP_EXPERTS: out[t] = sum over the token's experts of weight * down(silu(gate(x)) * up(x)) (+ residual).
+// Included inside a kernel unit's anonymous namespace.
+//
+// p: 0 x [T, H], 1 ids int32 [T, k] (-1: skip), 2 weights f32 [T, k], 3 gate_up [E, 2I, H], 4 down [E, H, I], 5 out
+// [T, H], 6 residual or null.  n: 0 T, 1 H, 2 I, 3 k, 4 E, 5 x stride, 6 out stride, 7 residual stride (elements).
+// flags: bf16 bits of x, banks, out, residual.
+//
+// Tokens are grouped by expert, so a step reads each weight row once. Experts with up to kMaxDotTokens tokens use dot
+// tiles; the others lane tiles, with their activations packed. Every token's sum runs over its experts in rising id,
+// whatever else is in the batch.
+
+struct ExpertArgs {
+  const void *x, *gate_up, *down, *res;
+  void *out;
+  const int32_t *ids;
+  const float *weights;
+  int T, H, I, top_k, E;
+  ptrdiff_t xs, os, rs;
+  bool out_bf, res_bf;
+};
+
+struct Group {
+  int expert, first, count;  // its pairs are pairs[first … first + count)
+  char *x, *h;               // lane groups: packed panels. dot groups: h rows [count][I]
+};
+
+struct Grouping {
+  Group *groups;
+  int32_t *pairs;  // token * top_k + j, by expert, tokens rising
+  int n_groups;
+};
+
+static Grouping group_pairs(const ExpertArgs &a) {
+  size_t n_pairs = size_t(a.T) * a.top_k;
+  char *memory = (char *)shared_scratch(1, size_t(a.E) * (sizeof(Group) + 4) + n_pairs * 4 + 64);
+  Group *groups = (Group *)memory;
+  int32_t *next = (int32_t *)(memory + size_t(a.E) * sizeof(Group));
+  int32_t *pairs = next + a.E;
+  for (int e = 0; e < a.E; ++e) next[e] = 0;
+  for (size_t i = 0; i < n_pairs; ++i)
+    if (a.ids[i] >= 0 && a.ids[i] < a.E) ++next[a.ids[i]];
+  int at = 0, n = 0;
+  for (int e = 0; e < a.E; ++e) {
+    int count = next[e];
+    if (count > 0) groups[n++] = Group{e, at, count, nullptr, nullptr};
+    next[e] = at;
+    at += count;
+  }
+  for (size_t i = 0; i < n_pairs; ++i)
+    if (a.ids[i] >= 0 && a.ids[i] < a.E) pairs[next[a.ids[i]]++] = int32_t(i);
+  return {groups, pairs, n};
+}
+
+// silu(gate) * up for four rows of each of nv panels. buf: rows 0-3 gate, 4-7 up. Writes h units of rows i0 … i0+3.
+static inline void activate_rows(float *buf, int columns, int rows) {
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; c += W) {
+      float *gate = buf + r * kLdBuf + c;
+      v_store(gate, v_mul(v_silu(v_load(gate)), v_load(gate + 4 * kLdBuf)));
+    }
+}
+static inline void store_hidden(MulF32, const float *buf, int rows, int i0, char *panel) {
+  for (int r = 0; r < rows; ++r) v_store((float *)panel + size_t(i0 + r) * W, v_load(buf + r * kLdBuf));
+}
+#if defined(ASV_HAVE_BF16)
+static inline void store_hidden(MulBF16, const float *buf, int rows, int i0, char *panel) {
+  for (int r = 0; r < rows; r += 2) {
+    V odd = r + 1 < rows ? v_load(buf + (r + 1) * kLdBuf) : v_zero();
+    v_store_pairs(panel + size_t(i0 + r) / 2 * W * 4, v_load(buf + r * kLdBuf), odd);
+  }
+}
+#endif
+
+template <class M, class XT, class WT>
+struct Experts {
+  using E = typename M::Elem;
+  const ExpertArgs &a;
+  Grouping g;
+  const E *x_rows;     // [T][H] in the multiplier's element type, for dot groups
+  ptrdiff_t x_ld;
+  float *sum;          // [T][H]
+  size_t x_panel, h_panel;
+
+  int token_of(int pair) const { return g.pairs[pair] / a.top_k; }
+  static bool uses_lanes(const Group &group) { return group.count > kMaxDotTokens; }
+  static int panels_of(const Group &group) { return ceil_div(group.count, W); }
+  const WT *gate_row(const Group &group, int i) const {
+    return (const WT *)a.gate_up + (size_t(group.expert) * 2 * a.I + i) * a.H;
+  }
+  const WT *down_row(const Group &group, int h) const {
+    return (const WT *)a.down + (size_t(group.expert) * a.H + h) * a.I;
+  }
+
+  void pack(const Group &group, int panel) {
+    const XT *rows[W];
+    int first = panel * W, n = min_int(W, group.count - first);
+    for (int i = 0; i < n; ++i) rows[i] = (const XT *)a.x + token_of(group.first + first + i) * a.xs;
+    pack_panel(M(), rows, n, a.H, group.x + panel * x_panel);
+  }
+
+  void gate_up_dot(const Group &group, int i0, int i1) {
+    float gate[kMaxDotTokens * 64], up[kMaxDotTokens * 64];
+    const E *x[kMaxDotTokens];
+    for (int t = 0; t < group.count; ++t) x[t] = x_rows + token_of(group.first + t) * x_ld;
+    for (int i = i0; i < i1; i += 64) {
+      int n = min_int(64, i1 - i);
+      // Gate and up rows in turns of 8, so that both streams advance together.
+      for (int r = 0; r < n; r += 8) {
+        int rows = min_int(8, n - r);
+        dot_tile<M, WT>(gate_row(group, i + r), a.H, rows, x, group.count, a.H, gate + r, 64);
+        dot_tile<M, WT>(gate_row(group, a.I + i + r), a.H, rows, x, group.count, a.H, up + r, 64);
+      }
+      for (int t = 0; t < group.count; ++t)
+        for_vectors(n, [&](int c, int part) {
+          V h = v_mul(v_silu(load_part(gate + t * 64 + c, part)), load_part(up + t * 64 + c, part));
+          store_part((E *)group.h + size_t(t) * a.I + i + c, h, part);
+        });
+    }
+  }
+
+  void gate_up_lanes(const Group &group, int i0, int i1, char *scratch) {
+    alignas(64) float buf[8 * kLdBuf];
+    int k = units<M>(a.H);
+    char *up_scratch = scratch + RowSource<M>::scratch_bytes(4, a.H);
+    for (int i = i0; i < i1; i += 4) {
+      int rows = min_int(4, i1 - i);
+      Rows gate = RowSource<M>::prepare(gate_row(group, i), a.H, rows, a.H, scratch);
+      Rows up = RowSource<M>::prepare(gate_row(group, a.I + i), a.H, rows, a.H, up_scratch);
+      for_panels(panels_of(group), [&](int p, int nv) {
+        Panels x = {group.x + p * x_panel, x_panel, nv, k};
+        if (rows == 4) {
+          lane_tile_pair<M>(gate.data, up.data, gate.stride, 4, x, buf);
+        } else {
+          lane_tile<M>(gate.data, gate.stride, 4, rows, x, buf);
+          lane_tile<M>(up.data, up.stride, 4, rows, x, buf + 4 * kLdBuf);
+        }
+        activate_rows(buf, nv * W, rows);
+        for (int v = 0; v < nv; ++v) store_hidden(M(), buf + v * W, rows, i, group.h + (p + v) * h_panel);
+      });
+    }
+  }
+
+  void add(int pair, int h0, const float *y, int n) {
+    float *row = sum + size_t(token_of(pair)) * a.H + h0;
+    V weight = v_set(a.weights[g.pairs[pair]]);
+    for_vectors(n, [&](int i, int part) {
+      store_part(row + i, v_fma(weight, load_part(y + i, part), load_part(row + i, part)), part);
+    });
+  }
+
+  void down_dot(const Group &group, int h0, int h1) {
+    float y[kMaxDotTokens * 64];
+    const E *h[kMaxDotTokens];
+    for (int t = 0; t < group.count; ++t) h[t] = (const E *)group.h + size_t(t) * a.I;
+    for (int at = h0; at < h1; at += 64) {
+      int rows = min_int(64, h1 - at);
+      dot_tile<M, WT>(down_row(group, at), a.I, rows, h, group.count, a.I, y, 64);
+      for (int t = 0; t < group.count; ++t) add(group.first + t, at, y + t * 64, rows);
+    }
+  }
+
+  void down_lanes(const Group &group, int h0, int h1, char *scratch) {
+    alignas(64) float buf[8 * kLdBuf], turned[W * 8];
+    int k = units<M>(a.I);
+    for (int at = h0; at < h1; at += 8) {
+      int rows = min_int(8, h1 - at);
+      Rows w = RowSource<M>::prepare(down_row(group, at), a.I, rows, a.I, scratch);
+      for_panels(panels_of(group), [&](int p, int nv) {
+        lane_tile<M>(w.data, w.stride, 4, rows, Panels{group.h + p * h_panel, h_panel, nv, k}, buf);
+        for (int v = 0; v < nv; ++v) {
+          int first = (p + v) * W, n = min_int(W, group.count - first);
+          v_transpose_8xW(buf + v * W, kLdBuf, turned);
+          for (int t = 0; t < n; ++t) add(group.first + first + t, at, turned + t * 8, rows);
+        }
+      });
+    }
+  }
+
+  // Groups first … first + n share the three passes; lane groups get their scratch here.
+  void run_batch(int first, int n) {
+    size_t bytes = 0;
+    int max_panels = 0;
+    double pairs = 0;
+    for (int i = first; i < first + n; ++i) {
+      const Group &group = g.groups[i];
+      pairs += group.count;
+      if (uses_lanes(group)) {
+        bytes += panels_of(group) * (x_panel + h_panel);
+        max_panels = max_int(max_panels, panels_of(group));
+      } else {
+        bytes += (size_t(group.count) * a.I * sizeof(E) + 63) & ~size_t(63);
+      }
+    }
+    char *memory = (char *)shared_scratch(2, bytes + 64);
+    for (int i = first; i < first + n; ++i) {
+      Group &group = g.groups[i];
+      if (uses_lanes(group)) {
+        group.x = memory;
+        group.h = memory + panels_of(group) * x_panel;
+        memory = group.h + panels_of(group) * h_panel;
+      } else {
+        group.h = memory;
+        memory += (size_t(group.count) * a.I * sizeof(E) + 63) & ~size_t(63);
+      }
+    }
+    const Group *groups = g.groups + first;
+    if (max_panels > 0)
+      parallel(n * max_panels, n * max_panels * double(x_panel) / 5e3, [&](int task, int) {
+        const Group &group = groups[task / max_panels];
+        if (uses_lanes(group) && task % max_panels < panels_of(group)) pack(group, task % max_panels);
+      });
+    double flops = 2.0 * pairs * a.H * a.I, weights = double(n) * a.H * a.I * sizeof(WT);
+    int i_block = min_int(64, max_int(8, int(131072 / (size_t(a.H) * 2 * sizeof(WT))) & ~7));
+    int i_tasks = ceil_div(a.I, i_block);
+    parallel(n * i_tasks, estimate_us(flops * 2, weights * 2), [&](int task, int worker) {
+      const Group &group = groups[task / i_tasks];
+      int i0 = task % i_tasks * i_block, i1 = min_int(a.I, i0 + i_block);
+      if (uses_lanes(group))
+        gate_up_lanes(group, i0, i1, (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.H)));
+      else
+        gate_up_dot(group, i0, i1);
+    });
+    int h_block = min_int(64, max_int(8, int(131072 / (size_t(n) * a.I * sizeof(WT))) & ~7));
+    parallel(ceil_div(a.H, h_block), estimate_us(flops, weights), [&](int task, int worker) {
+      int h0 = task * h_block, h1 = min_int(a.H, h0 + h_block);
+      char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.I));
+      for (int i = 0; i < n; ++i) {
+        if (uses_lanes(groups[i]))
+          down_lanes(groups[i], h0, h1, scratch);
+        else
+          down_dot(groups[i], h0, h1);
+      }
+    });
+  }
+
+  void run() {
+    bool any_dot = false;
+    for (int i = 0; i < g.n_groups; ++i) any_dot = any_dot || !uses_lanes(g.groups[i]);
+    x_ld = a.xs;
+    if constexpr (sizeof(XT) == sizeof(E)) {
+      x_rows = (const E *)a.x;
+    } else if (any_dot) {
+      E *copy = (E *)shared_scratch(3, size_t(a.T) * a.H * sizeof(E));
+      for (int t = 0; t < a.T; ++t) as_elements((const XT *)a.x + t * a.xs, copy + size_t(t) * a.H, a.H);
+      x_rows = copy;
+      x_ld = a.H;
+    }
+    __builtin_memset(sum, 0, size_t(a.T) * a.H * sizeof(float));
+    // A batch's panels should stay in L2 until its down pass has read them.
+    size_t budget = size_t(640 << 10) * pool_threads();
+    for (int first = 0; first < g.n_groups;) {
+      int n = 0;
+      size_t bytes = 0;
+      while (first + n < g.n_groups) {
+        const Group &group = g.groups[first + n];
+        size_t more = uses_lanes(group) ? panels_of(group) * (x_panel + h_panel) : 0;
+        if (n > 0 && bytes + more > budget) break;
+        bytes += more;
+        ++n;
+      }
+      run_batch(first, n);
+      first += n;
+    }
+    for (int t = 0; t < a.T; ++t)
+      store_row(a.out, a.out_bf, t * a.os, sum + size_t(t) * a.H, a.H, a.res, a.res_bf, t * a.rs);
+  }
+};
+
+template <class M, class XT, class WT>
+static void experts_typed(const ExpertArgs &a) {
+  Experts<M, XT, WT> run = {a, group_pairs(a), nullptr, 0, nullptr, panel_bytes<M>(a.H), panel_bytes<M>(a.I)};
+  run.sum = (float *)shared_scratch(4, size_t(a.T) * a.H * sizeof(float));
+  run.run();
+}
+
+static void op_experts(const asv_op &op, const Counts &counts) {
+  ExpertArgs a = {op.p[0],  op.p[3], op.p[4], op.p[6], (void *)op.p[5], (const int32_t *)op.p[1], (const float *)op.p[2],
+                  resolve(op.n[0], counts), op.n[1], op.n[2], op.n[3], op.n[4], op.n[5], op.n[6], op.n[7],
+                  is_bf16(op, 2), is_bf16(op, 3)};
+  if (a.T == 0) return;
+  bool xb = is_bf16(op, 0), wb = is_bf16(op, 1);
+#if defined(ASV_HAVE_BF16)
+  if (xb && wb) return experts_typed<MulBF16, bf16, bf16>(a);
+#else
+  if (xb && wb) return experts_typed<MulF32, bf16, bf16>(a);
+#endif
+  if (xb) return experts_typed<MulF32, bf16, float>(a);
+  if (wb) return experts_typed<MulF32, float, bf16>(a);
+  experts_typed<MulF32, float, float>(a);
+}

@@ -1,0 +1,252 @@
+// The two inner products that all matrix work reduces to. Included inside a kernel unit's anonymous namespace.
+//
+// Both read the weight rows as they lie in memory ([rows][K]) and accumulate in f32.
+//   dot tile    few tokens: accumulators hold partial sums over K of (row, token) pairs. Reads each weight once from
+//               DRAM, needs no packing; one horizontal sum at the end.
+//   lane tile   many tokens: a vector holds one K unit of W tokens ("panel", packed once per operation), a weight unit is
+//               broadcast. No horizontal sums; results appear as [row][token].
+// A unit is 4 bytes: one f32, or two bf16 where the machine multiplies bf16 pairs. The multiplier M says which.
+
+template <class M>
+static inline int units(int k) {
+  return ceil_div(k, M::kPerUnit);
+}
+// Bytes of one panel (W tokens); one spare line keeps neighbouring panels off the same cache sets.
+template <class M>
+static inline size_t panel_bytes(int k) {
+  return size_t(units<M>(k)) * W * 4 + 64;
+}
+
+// ---- packing ----
+
+// rows: n (<= W) pointers to K elements. panel: [units][W], absent tokens as zeros.
+template <class XT>
+static inline void pack_panel(MulF32, const XT *const *rows, int n, int k, char *panel) {
+  float *out = (float *)panel;
+  for (int at = 0; at < k; at += W) {
+    int part = min_int(W, k - at);
+    V r[W];
+    for (int i = 0; i < W; ++i) r[i] = i < n ? load_part(rows[i] + at, part) : v_zero();
+    v_transpose(r);
+    for (int i = 0; i < part; ++i) v_store(out + size_t(at + i) * W, r[i]);
+  }
+}
+
+#if defined(ASV_HAVE_BF16)
+static inline void pack_panel(MulBF16, const bf16 *const *rows, int n, int k, char *panel) {
+  float *out = (float *)panel;
+  for (int at = 0; at < k; at += 2 * W) {
+    int part = min_int(2 * W, k - at);
+    V r[W];
+    for (int i = 0; i < W; ++i)
+      r[i] = i >= n ? v_zero() : part == 2 * W ? v_load((const float *)(rows[i] + at)) : (V)MulBF16::loadn(rows[i] + at, part);
+    v_transpose(r);
+    for (int i = 0; i < ceil_div(part, 2); ++i) v_store(out + size_t(at / 2 + i) * W, r[i]);
+  }
+}
+#endif
+
+// ---- weight rows in the form that lane tiles broadcast from ----
+
+struct Rows {
+  const char *data;
+  ptrdiff_t stride;  // bytes
+};
+
+template <class M>
+struct RowSource;
+
+template <>
+struct RowSource<MulF32> {
+  static size_t scratch_bytes(int rows, int k) { return size_t(rows) * round_up(k, W) * 4; }
+  static Rows prepare(const float *w, ptrdiff_t ld, int, int, char *) { return {(const char *)w, ld * 4}; }
+  static Rows prepare(const bf16 *w, ptrdiff_t ld, int rows, int k, char *scratch) {
+    int padded = round_up(k, W);
+    for (int r = 0; r < rows; ++r) {
+      float *out = (float *)scratch + size_t(r) * padded;
+      const bf16 *in = w + r * ld;
+      for_vectors(k, [&](int i, int part) { v_store(out + i, load_part(in + i, part)); });
+    }
+    return {scratch, ptrdiff_t(padded) * 4};
+  }
+};
+
+#if defined(ASV_HAVE_BF16)
+template <>
+struct RowSource<MulBF16> {
+  static size_t scratch_bytes(int rows, int k) { return size_t(rows) * (k + 1) * 2; }
+  static Rows prepare(const bf16 *w, ptrdiff_t ld, int rows, int k, char *scratch) {
+    if (k % 2 == 0) return {(const char *)w, ld * 2};
+    for (int r = 0; r < rows; ++r) {
+      bf16 *out = (bf16 *)scratch + size_t(r) * (k + 1);
+      __builtin_memcpy(out, w + r * ld, size_t(k) * 2);
+      out[k] = bf16{0};
+    }
+    return {scratch, ptrdiff_t(k + 1) * 2};
+  }
+};
+#endif
+
+// ---- lane tile ----
+
+// Rows 0…R/2-1 start at a, the others at b (gate and up rows, or one block split in two), `stride` bytes apart; a row's
+// units are `step` bytes apart. buf: [R][ldbuf] floats.
+template <class M, int R, int NV>
+static void lane_kernel(const char *a, const char *b, ptrdiff_t stride, ptrdiff_t step, const char *panels,
+                        size_t panel_stride, int k, float *buf, int ldbuf) {
+  constexpr int kHalf = R > 1 ? R / 2 : 1;
+  V acc[R][NV];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < NV; ++v) acc[r][v] = v_zero();
+  const char *row[R];
+  for (int r = 0; r < R; ++r) row[r] = r < kHalf ? a + r * stride : b + (r - kHalf) * stride;
+  ptrdiff_t at = 0;
+  for (ptrdiff_t i = 0; i < k; ++i, at += step) {
+    typename M::B x[NV];
+    for (int v = 0; v < NV; ++v) x[v] = M::load(panels + v * panel_stride + i * (W * 4));
+    for (int r = 0; r < R; ++r) {
+      typename M::B w = M::broadcast(row[r] + at);
+      for (int v = 0; v < NV; ++v) acc[r][v] = M::mac(acc[r][v], w, x[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
+}
+
+constexpr int kMaxVec = 3;             // panels per lane tile
+constexpr int kLdBuf = kMaxVec * W;    // row stride of a tile's result
+
+// The panels of one lane tile.
+struct Panels {
+  const char *data;
+  size_t stride;
+  int count;  // 1 … kMaxVec
+  int k;      // units
+};
+
+template <class M, int R>
+static inline void lane_rows(const char *a, const char *b, ptrdiff_t stride, ptrdiff_t step, const Panels &x, float *buf) {
+  switch (x.count) {
+    case 1: return lane_kernel<M, R, 1>(a, b, stride, step, x.data, x.stride, x.k, buf, kLdBuf);
+    case 2: return lane_kernel<M, R, 2>(a, b, stride, step, x.data, x.stride, x.k, buf, kLdBuf);
+    default: return lane_kernel<M, R, 3>(a, b, stride, step, x.data, x.stride, x.k, buf, kLdBuf);
+  }
+}
+
+// Eight rows, four from each base. buf: [8][kLdBuf].
+template <class M>
+static inline void lane_tile_pair(const char *a, const char *b, ptrdiff_t stride, ptrdiff_t step, const Panels &x,
+                                  float *buf) {
+  if constexpr (kTileRows == 8) {
+    lane_rows<M, 8>(a, b, stride, step, x, buf);
+  } else {
+    lane_rows<M, 4>(a, a + 2 * stride, stride, step, x, buf);
+    lane_rows<M, 4>(b, b + 2 * stride, stride, step, x, buf + 4 * kLdBuf);
+  }
+}
+
+template <class M>
+static inline void lane_tile(const char *a, ptrdiff_t stride, ptrdiff_t step, int rows, const Panels &x, float *buf) {
+  if (rows == 8) return lane_tile_pair<M>(a, a + 4 * stride, stride, step, x, buf);
+  for (int r = 0; r < rows; ++r) lane_rows<M, 1>(a + r * stride, a, stride, step, x, buf + r * kLdBuf);
+}
+
+// Split a count of panels into lane tiles of nearly equal width: body(first, nv).
+template <class F>
+static inline void for_panels(int panels, F &&body) {
+  int at = 0;
+  while (at < panels) {
+    int left = panels - at;
+    int nv = left == 4 ? 2 : min_int(left, kMaxVec);
+    body(at, nv);
+    at += nv;
+  }
+}
+
+// ---- dot tile ----
+
+constexpr int kMaxDotTokens = 8;
+
+template <class M, class WT>
+struct DotLoad;
+template <class WT>
+struct DotLoad<MulF32, WT> {
+  static inline V w(const WT *p) { return v_load(p); }
+  static inline V wn(const WT *p, int n) { return v_loadn(p, n); }
+  static inline V x(const float *p) { return v_load(p); }
+  static inline V xn(const float *p, int n) { return v_loadn(p, n); }
+};
+#if defined(ASV_HAVE_BF16)
+template <>
+struct DotLoad<MulBF16, bf16> {
+  static inline __m512bh w(const bf16 *p) { return MulBF16::load((const char *)p); }
+  static inline __m512bh wn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
+  static inline __m512bh x(const bf16 *p) { return MulBF16::load((const char *)p); }
+  static inline __m512bh xn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
+};
+#endif
+
+// out[t * ldout + r] = w[r] . x[t] over K elements.
+template <class M, class WT, int R, int T>
+static void dot_kernel(const WT *w, ptrdiff_t ldw, const typename M::Elem *const *x, int k, float *out, int ldout) {
+  using L = DotLoad<M, WT>;
+  constexpr int kStep = W * M::kPerUnit;
+  V acc[R][T];
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) acc[r][t] = v_zero();
+  int i = 0;
+  for (; i + kStep <= k; i += kStep) {
+    typename M::B rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = L::w(w + r * ldw + i);
+    for (int t = 0; t < T; ++t) {
+      typename M::B v = L::x(x[t] + i);
+      for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
+    }
+  }
+  if (i < k) {
+    typename M::B rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = L::wn(w + r * ldw + i, k - i);
+    for (int t = 0; t < T; ++t) {
+      typename M::B v = L::xn(x[t] + i, k - i);
+      for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
+    }
+  }
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) out[t * ldout + r] = v_sum(acc[r][t]);
+}
+
+template <class M, class WT, int T>
+static void dot_rows(const WT *w, ptrdiff_t ldw, int rows, const typename M::Elem *const *x, int k, float *out,
+                     int ldout) {
+  constexpr int kRows = T <= kDotAcc / 4 ? 4 : T <= kDotAcc / 2 ? 2 : 1;
+  int r = 0;
+  for (; r + kRows <= rows; r += kRows) dot_kernel<M, WT, kRows, T>(w + r * ldw, ldw, x, k, out + r, ldout);
+  for (; r < rows; ++r) dot_kernel<M, WT, 1, T>(w + r * ldw, ldw, x, k, out + r, ldout);
+}
+
+// tokens <= kMaxDotTokens.
+template <class M, class WT>
+static void dot_tile(const WT *w, ptrdiff_t ldw, int rows, const typename M::Elem *const *x, int tokens, int k,
+                     float *out, int ldout) {
+  switch (tokens) {
+    case 1: return dot_rows<M, WT, 1>(w, ldw, rows, x, k, out, ldout);
+    case 2: return dot_rows<M, WT, 2>(w, ldw, rows, x, k, out, ldout);
+    case 3: return dot_rows<M, WT, 3>(w, ldw, rows, x, k, out, ldout);
+    case 4: return dot_rows<M, WT, 4>(w, ldw, rows, x, k, out, ldout);
+    case 5: return dot_rows<M, WT, 5>(w, ldw, rows, x, k, out, ldout);
+    case 6: return dot_rows<M, WT, 6>(w, ldw, rows, x, k, out, ldout);
+    case 7: return dot_rows<M, WT, 7>(w, ldw, rows, x, k, out, ldout);
+    default: return dot_rows<M, WT, 8>(w, ldw, rows, x, k, out, ldout);
+  }
+}
+
+// Activations as the multiplier M wants them: the rows themselves, or an f32 copy in `scratch` [n][k].
+static inline const bf16 *as_elements(const bf16 *x, bf16 *, int) { return x; }
+static inline const float *as_elements(const float *x, float *, int) { return x; }
+static inline const float *as_elements(const bf16 *x, float *scratch, int k) {
+  for_vectors(k, [&](int i, int part) { store_part(scratch + i, load_part(x + i, part), part); });
+  return scratch;
+}
+
+// Rough cost for the pool's decision: weight bytes against DRAM, arithmetic against one core.
+static inline double estimate_us(double flops, double bytes) { return flops / 150e3 + bytes / 30e3; }
