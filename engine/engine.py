@@ -10,7 +10,7 @@ Not thread-safe: one thread calls everything, between steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,9 @@ from engine.config import EngineConfig, Machine
 from engine.errors import InvalidRequest
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.models.base import Model
+from engine.moe.slots import SlotMap
 from engine.requests import check_hold, check_request, check_snapshot
+from engine.runner import load_model
 from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import Sequence as Running
@@ -46,22 +48,38 @@ class Engine:
     about that many pages (it may copy_out first) and return how many it released, 0 if it has none to give.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, weights_digest: str = "") -> None:
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Callable[[float, str], None] | None = None) -> Engine:
+        """Read the checkpoint in config.model_dir and allocate the pools. Sets torch's thread count for this process.
+
+        progress(fraction, what) is told what is done now. Raises CheckpointError or Unsupported.
+        """
+        tell = progress or (lambda fraction, what: None)
+        config = config.resolve(Machine.here())
+        torch.set_num_threads(int(config.threads))
+        tell(0.0, "reading weights")
+        loaded = load_model(config)
+        tell(0.9, "allocating KV pages")
+        engine = cls(loaded.model, config, loaded.weights_digest, loaded.slots)
+        tell(1.0, "ready")
+        return engine
+
+    def __init__(self, model: Model, config: EngineConfig, weights_digest: str = "", slots: SlotMap | None = None) -> None:
+        """slots: the model's expert slots, for the counters."""
         self.model = model
+        self._slots = slots
         spec = model.spec
         self.config = config = config.resolve(Machine.here(), spec)
-        assert config.kv_tokens != "auto" and config.snapshot_rows != "auto"
-        assert config.max_context != "auto" and config.step_tokens != "auto"
-        self.max_context = config.max_context
+        self.max_context = int(config.max_context)
         self.store = StateStore(
             spec,
-            pages=config.kv_tokens // config.page_size,
+            pages=int(config.kv_tokens) // config.page_size,
             page_size=config.page_size,
-            rows=config.max_rows + config.snapshot_rows,
+            rows=config.max_rows + int(config.snapshot_rows),
             poison=config.poison_freed,
         )
         self.scheduler = Scheduler(
-            self.store, max_rows=config.max_rows, chunk_tokens=config.chunk_tokens, step_tokens=config.step_tokens
+            self.store, max_rows=config.max_rows, chunk_tokens=config.chunk_tokens, step_tokens=int(config.step_tokens)
         )
         self.layout: StateLayout = self.store.layout
         self.info = ModelInfo(
@@ -78,7 +96,7 @@ class Engine:
         )
         self._requests: dict[str, Running] = {}
         self._cancelled: dict[str, bool] = {}
-        self._token_bytes: Sequence[bytes] | None = None
+        self._bytes_of: Callable[[int], bytes] | None = None
         self._arrivals = 0
         self._prefill_tokens = self._decode_tokens = 0
         self._prefill_seconds = self._decode_seconds = 0.0
@@ -98,9 +116,10 @@ class Engine:
         """A step would, or may later, give events."""
         return bool(self._requests)
 
-    def set_token_bytes(self, table: Sequence[bytes]) -> None:
-        """table[id]: the bytes that token id stands for, for stop strings; ids beyond its end have none."""
-        self._token_bytes = table
+    def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None:
+        """table[id]: the bytes that token id stands for, for stop strings; ids that it lacks stand for none."""
+        known = table if isinstance(table, Mapping) else dict(enumerate(table))
+        self._bytes_of = lambda token: known.get(token, b"")
 
     def submit(self, request: Request) -> None:
         """Check and queue. A restored hold is pinned now, so it may be released right after; a snapshot's arrays must stay
@@ -110,7 +129,7 @@ class Engine:
         """
         if request.id in self._requests:
             raise InvalidRequest("id", request.id, "an id that is not in use")
-        check_request(request, self.info.vocab_size, self.max_context, self._token_bytes is not None)
+        check_request(request, self.info.vocab_size, self.max_context, self._bytes_of is not None)
         restore: Held | StateSnapshot | None = None
         if isinstance(request.restore, StateSnapshot):
             check_snapshot(request, request.restore, self.layout)
@@ -289,9 +308,8 @@ class Engine:
         if token in sampler.stop_ids:
             return "stop"
         if sampler.stop is not None:
-            table = self._token_bytes
-            assert table is not None
-            if sampler.stop.feed(table[token] if token < len(table) else b""):
+            assert self._bytes_of is not None
+            if sampler.stop.feed(self._bytes_of(token)):
                 return "stop_string"
         if seq.output_length >= seq.request.sampling.max_tokens or seq.length >= self.max_context:
             return "length"
@@ -360,6 +378,8 @@ class Engine:
             decode_tokens=self._decode_tokens,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
+            slot_hits=self._slots.hits if self._slots else 0,
+            slot_misses=self._slots.misses if self._slots else 0,
             cuts_skipped=scheduler.cuts_skipped,
             preemptions=scheduler.preemptions,
         )

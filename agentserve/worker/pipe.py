@@ -68,18 +68,19 @@ def append_frame(buffer: bytearray, payload: bytes) -> None:
 
 
 class WorkerPipe:
-    """The worker's end: blocking, one thread, output gathered until `flush`."""
+    """The worker's end: blocking, one thread, output gathered until `flush`.
 
-    def __init__(self, sock: socket.socket) -> None:
+    wake: another socket that ends a wait when it becomes readable (a signal handler writes to its peer).
+    """
+
+    def __init__(self, sock: socket.socket, wake: socket.socket | None = None) -> None:
         sock.setblocking(True)
         self._sock = sock
+        self._awaited = [sock] if wake is None else [sock, wake]
         self._splitter = FrameSplitter()
         self._out = bytearray()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
 
     def send(self, frame: FromWorker) -> None:
         """Queue a frame for the next flush."""
@@ -96,12 +97,9 @@ class WorkerPipe:
             raise PipeClosed from error
 
     def receive(self, timeout_s: float | None = 0.0) -> list[ToWorker]:
-        """Frames that have arrived. timeout_s: 0 = only look, None = wait for the first byte. Raises PipeClosed at the end.
-
-        A wait that a signal handler interrupts goes on, as everywhere in Python; use `wake` sockets to end one.
-        """
+        """Frames that have arrived. timeout_s: 0 = only look, None = wait for the first byte. Raises PipeClosed at the end."""
         if timeout_s != 0.0:
-            select.select([self._sock], [], [], timeout_s)
+            select.select(self._awaited, [], [], timeout_s)
         frames: list[ToWorker] = []
         while True:
             try:

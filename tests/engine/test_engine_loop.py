@@ -342,15 +342,7 @@ def test_events_of_a_turn_come_in_order():
     while engine.has_work:
         events += engine.step()
     kinds = [type(e).__name__ for e in events]
-    assert kinds == [
-        "PrefillProgress",
-        "CutReached",
-        "PrefillProgress",
-        "CutReached",
-        "TokenEvent",
-        "TokenEvent",
-        "CutReached",
-        "Finished",
-    ]
+    assert kinds[:4] == ["PrefillProgress", "CutReached", "PrefillProgress", "CutReached"]
+    assert kinds[4:] == ["TokenEvent", "TokenEvent", "CutReached", "Finished"]
     assert isinstance(events[1], CutReached)
     assert isinstance(events[4], TokenEvent)

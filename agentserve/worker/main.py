@@ -1,0 +1,198 @@
+"""The worker process: `python -m agentserve.worker.main --fd N --settings JSON`. Loads a model, then runs turns.
+
+N is an inherited end of a socket pair. Ends by itself when the server is gone. SIGTERM and a Drain frame let running turns
+finish first; SIGINT is the server's business (a terminal sends it to both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from agentserve.worker.messages import (
+    PROTOCOL_VERSION,
+    CancelTurn,
+    Drain,
+    ForgetSession,
+    Hello,
+    ListCheckpoints,
+    LoadFailed,
+    Loading,
+    StartTurn,
+    TurnFailed,
+)
+from agentserve.worker.pipe import PipeClosed, WorkerPipe
+from agentserve.worker.ports import EnginePort
+from agentserve.worker.settings import WorkerSettings
+from agentserve.worker.state_bridge import StateBridge, open_cache
+from agentserve.worker.turn_loop import TurnLoop
+
+log = logging.getLogger("agentserve.worker")
+REPORT_S = 1.0
+"""Between load reports while there is work; an idle worker says nothing."""
+PASSES_THAT_MAY_FAIL = 3
+"""Failed forward passes in a row, after which the engine counts as broken and the process ends to be started anew."""
+
+
+class Worker:
+    """One loop over pipe and engine. `drain` may be called from a signal handler."""
+
+    def __init__(self, pipe: WorkerPipe, engine: EnginePort, turns: TurnLoop, bridge: StateBridge) -> None:
+        self._pipe = pipe
+        self._engine = engine
+        self._turns = turns
+        self._bridge = bridge
+        self._draining = False
+        self._failed_passes = 0
+
+    def drain(self) -> None:
+        """Take no more turns; `run` returns when the running ones have ended."""
+        self._draining = True
+
+    def run(self) -> None:
+        """Serve until drained. Raises PipeClosed when the server is gone."""
+        report_at = 0.0
+        while not (self._draining and self._turns.running == 0):
+            for frame in self._pipe.receive(0.0 if self._engine.has_work else None):
+                self._take(frame)
+            ended = self._step() if self._engine.has_work else False
+            now = time.monotonic()
+            if ended or now >= report_at:
+                self._turns.tick()
+                self._pipe.send(self._turns.load())
+                report_at = now + REPORT_S
+            self._pipe.flush()
+
+    def _step(self) -> bool:
+        try:
+            ended = self._turns.step()
+        except Exception:
+            # The engine ends the requests of a failed pass with an error and can go on; unless it fails again and again.
+            self._failed_passes += 1
+            log.exception("forward pass failed in_a_row=%d", self._failed_passes)
+            if self._failed_passes >= PASSES_THAT_MAY_FAIL:
+                raise
+            return False
+        self._failed_passes = 0
+        return ended
+
+    def _take(self, frame: StartTurn | CancelTurn | ListCheckpoints | ForgetSession | Drain) -> None:
+        match frame:
+            case StartTurn() if self._draining:
+                self._pipe.send(TurnFailed(frame.turn_id, "server_error", "the worker is shutting down; retry"))
+            case StartTurn():
+                self._turns.start(frame)
+            case CancelTurn():
+                self._turns.cancel(frame.turn_id)
+            case ListCheckpoints():
+                self._turns.list_checkpoints(frame)
+            case ForgetSession():
+                self._bridge.forget(frame.session)
+            case Drain():
+                self.drain()
+
+
+def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
+    """The engine for `settings`; progress goes out as Loading frames. Raises EngineError, or PipeClosed if the server left."""
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+    from engine.errors import InvalidRequest
+
+    known = {field.name for field in fields(EngineConfig)}
+    for name in settings.engine:
+        if name not in known or name == "model_dir":
+            raise InvalidRequest(f"engine.{name}", settings.engine[name], ", ".join(sorted(known - {"model_dir"})))
+
+    def progress(fraction: float, what: str) -> None:
+        pipe.send(Loading(fraction, what))
+        pipe.flush()
+
+    progress(0.0, "starting")
+    config = EngineConfig(model_dir=Path(settings.model_dir), **settings.engine)  # pyright: ignore[reportArgumentType]
+    return Engine.load(config, progress)
+
+
+def token_table(settings: WorkerSettings, vocab_size: int) -> Sequence[bytes]:
+    """Bytes of every token id, for stop strings."""
+    from agentserve.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(settings.model_dir))
+    return [tokenizer.token_bytes(token) for token in range(vocab_size)]
+
+
+def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> int:
+    """Load and run. Returns the exit status."""
+    from engine.errors import CheckpointError, EngineError, InvalidRequest, Unsupported
+
+    started = time.monotonic()
+    try:
+        engine = load_engine(settings, pipe)
+        cache = open_cache(engine.info, engine.layout, settings.ram_cache_bytes)
+    except (CheckpointError, Unsupported, InvalidRequest) as error:
+        return _refuse(pipe, str(error), permanent=True)
+    except (EngineError, MemoryError, OSError) as error:
+        return _refuse(pipe, f"{type(error).__name__}: {error}", permanent=False)
+    info = engine.info
+    pipe.send(
+        Hello(
+            version=PROTOCOL_VERSION,
+            model=settings.model_name,
+            model_type=info.model_type,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            max_context=info.max_context,
+            backend=info.backend,
+            namespace=cache.namespace.hex(),
+            pid=os.getpid(),
+        )
+    )
+    pipe.flush()
+    log.info("worker ready model=%s backend=%s load_s=%.1f", settings.model_name, info.backend, time.monotonic() - started)
+    bridge = StateBridge(engine, cache)
+    turns = TurnLoop(engine, bridge, pipe.send, token_bytes=lambda: token_table(settings, info.vocab_size))
+    worker = Worker(pipe, engine, turns, bridge)
+
+    def on_terminate(_signal: int, _frame: object) -> None:
+        worker.drain()
+        wake.send(b"x")
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    worker.run()
+    return 0
+
+
+def _refuse(pipe: WorkerPipe, message: str, *, permanent: bool) -> int:
+    log.error("model not served permanent=%s reason=%s", permanent, message)
+    pipe.send(LoadFailed(message, permanent))
+    pipe.flush()
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="agentserve.worker", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of a socket pair")
+    parser.add_argument("--settings", type=WorkerSettings.from_json, required=True, help="WorkerSettings as JSON")
+    options = parser.parse_args(argv)
+    settings: WorkerSettings = options.settings
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    woken, wake = socket.socketpair()
+    with woken, wake, socket.socket(fileno=options.fd) as sock:
+        pipe = WorkerPipe(sock, woken)
+        try:
+            return serve(pipe, wake, settings)
+        except PipeClosed:
+            log.info("server is gone, worker ends")
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Between engine and state cache: match → restore → cuts → save. The only module that sees both packages.
+
+turn_loop.py calls it at the moments of a turn's life. Rules kept here:
+- a cache that fails (read error, full budget) makes a turn slower and never fails it;
+- a checkpoint is pinned while it is read, a state is held until its bytes are saved or given up; every path gives both back,
+  whatever raised;
+- what a turn saved before its first finite logits is taken away again when it ends in NaN.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentserve.worker.messages import CheckpointRow, Saved
+from agentserve.worker.ports import EnginePort
+from agentserve.worker.turns import Found, TurnRecord
+from engine.errors import EngineError
+from engine.types import CutReached, HoldId, KvRun, ModelInfo, StateLayout, StateSnapshot
+from statecache import keys
+from statecache import types as cache_types
+from statecache.boundary import GeneratedBoundaries, prompt_cuts
+from statecache.index.radix import RadixIndex
+from statecache.policy import better_kind
+from statecache.store import Match, StateCache
+from statecache.tiers.ram import RamTier
+from statecache.types import Boundary, BoundaryKind, MarkerTable
+
+log = logging.getLogger(__name__)
+TAIL_TOKENS = 32
+"""A template opens thinking among the last tokens of a prompt or not at all."""
+
+
+@dataclass
+class _Kept:
+    """What is to be saved, and was, of one turn.
+
+    cuts: boundary by position, of all that are asked for. saved: kind by position, of those that the cache has.
+    unproven: ids of checkpoints placed since logits were last seen to be finite.
+    """
+
+    scanner: GeneratedBoundaries | None
+    cuts: dict[int, Boundary] = field(default_factory=dict)
+    saved: dict[int, BoundaryKind] = field(default_factory=dict)
+    unproven: list[str] = field(default_factory=list)
+
+
+class StateBridge:
+    """One engine and one cache. Every call belongs to a turn between `find` and `close`, except the lists at the end."""
+
+    def __init__(self, engine: EnginePort, cache: StateCache) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._kept: dict[str, _Kept] = {}
+        self._pins = 0
+        self.cache_errors = 0
+        self.release_errors = 0
+
+    @property
+    def pins(self) -> int:
+        """Matches that are being read; 0 between calls."""
+        return self._pins
+
+    # ── before the engine takes a turn ───────────────────────────────────────────────────────────────────────────
+
+    def find(self, turn: TurnRecord) -> tuple[Found, StateSnapshot | None]:
+        """The deepest checkpoint whose bytes could be read, and those bytes; (nothing, None) also if the cache failed."""
+        markers = turn.start.markers
+        scanner = None
+        if turn.start.generate:
+            scanner = GeneratedBoundaries(markers, len(turn.ids), thinking=_thinking_is_open(turn.ids, markers))
+        self._kept[turn.id] = _Kept(scanner)
+        with self._cache_may_fail("match"), self._pinned(turn) as match:
+            # read() may fall back to a shorter checkpoint, so everything is told as it is afterwards.
+            payload = match.read() if match.position else None
+            differs = match.divergence.cause != "none"
+            divergence = match.divergence.position if differs else None
+            found = Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)
+            if payload is None or payload.position == 0:
+                return found, None
+            runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
+            return found, StateSnapshot(payload.position, runs, payload.state, payload.logits)
+        return Found(0, None, None, 0, "cold"), None
+
+    def plan_cuts(self, turn: TurnRecord, after: int) -> tuple[int, ...]:
+        """Prompt positions where the state must be held, rising; a checkpoint at `after` is restored.
+
+        Raises ValueError if the server named a boundary outside of the prompt.
+        """
+        boundaries = [Boundary(cut.position, cut.kind, cut.item) for cut in turn.start.cuts]
+        cuts = prompt_cuts(boundaries, len(turn.ids), self._cache.policy, after=after)
+        self._kept[turn.id].cuts = {cut.position: cut for cut in cuts}
+        return tuple(cut.position for cut in cuts)
+
+    @contextmanager
+    def _pinned(self, turn: TurnRecord) -> Iterator[Match]:
+        match = self._cache.match(turn.ids, turn.start.salt, session=turn.start.session)
+        self._pins += 1
+        try:
+            yield match
+        finally:
+            self._pins -= 1
+            match.release()
+
+    # ── while it runs ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generated(self, turn: TurnRecord, token: int) -> None:
+        """Look for a boundary at the newest token and ask the engine to hold the state there."""
+        kept = self._kept[turn.id]
+        # A token was sampled, so its logits were finite, and so was all that they were computed from.
+        kept.unproven.clear()
+        boundary = None if kept.scanner is None else kept.scanner.push(token)
+        if boundary is None:
+            return
+        position, known = boundary.position, kept.cuts.get(boundary.position)
+        if known is None or better_kind(known.kind, boundary.kind) is not known.kind:
+            kept.cuts[position] = boundary
+        if known is not None or boundary.kind is BoundaryKind.TURN:
+            return  # saved or declared already; the end of the turn is held by the engine itself
+        try:
+            self._engine.declare_cut(turn.id, position)
+        except EngineError as error:
+            # Best effort: a recurrent state that has moved on is gone.
+            log.debug("cut not taken turn=%s position=%d error=%s", turn.id, position, error)
+
+    def save(self, turn: TurnRecord, cut: CutReached) -> Saved | None:
+        """Copy what the cache lacks of the held state and put it there. The hold stays the caller's."""
+        kept, position = self._kept[turn.id], cut.position
+        boundary = kept.cuts.get(position)
+        if boundary is None:
+            boundary = Boundary(position, BoundaryKind.PARTIAL if turn.cancelled else BoundaryKind.TURN)
+        saved, kind = kept.saved.get(position), boundary.kind
+        if saved is not None and better_kind(saved, kind) is saved:
+            return None
+        with self._cache_may_fail("put"):
+            tokens = turn.tokens_until(position)
+            first = self._cache.kv_missing_from(tokens, turn.start.salt, position)
+            payload = self._payload(turn, self._engine.copy_out(cut.hold, first))
+            result = self._cache.put(tokens, turn.start.salt, boundary, payload, session=turn.start.session)
+            if result.checkpoint_id is None:
+                log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, position, result.reason)
+                return None
+            kept.saved[position] = kind
+            if not result.existed:
+                kept.unproven.append(result.checkpoint_id)
+                turn.written += position - first
+            return Saved(turn_id=turn.id, position=position, kind=kind, tier="ram", written_bytes=result.written_bytes)
+        return None
+
+    def _payload(self, turn: TurnRecord, snapshot: StateSnapshot) -> cache_types.Payload:
+        # Logits of a prompt end answer the identical prompt without a forward pass; elsewhere some token always follows.
+        logits = snapshot.logits if snapshot.position == len(turn.ids) else None
+        runs = tuple(cache_types.KvRun(run.start, run.rows) for run in snapshot.kv)
+        return cache_types.Payload(snapshot.position, runs, snapshot.state, logits)
+
+    def release(self, hold: HoldId) -> None:
+        try:
+            self._engine.release(hold)
+        except EngineError:
+            self.release_errors += 1
+            log.exception("hold was not released hold=%d", hold)
+
+    # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def spoiled(self, turn: TurnRecord) -> None:
+        """The turn ended in NaN: take back what it saved and nothing has proved good."""
+        kept = self._kept.get(turn.id)
+        for checkpoint_id in kept.unproven if kept is not None else ():
+            with self._cache_may_fail("evict"):
+                self._cache.evict(checkpoint_id)
+
+    def close(self, turn: TurnRecord) -> None:
+        self._kept.pop(turn.id, None)
+
+    # ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
+        with self._cache_may_fail("list"):
+            return tuple(
+                CheckpointRow(
+                    id=info.id,
+                    position=info.position,
+                    kind=info.kind,
+                    tier=info.tier,
+                    bytes=info.nbytes,
+                    hits=info.hits,
+                    age_s=info.age_s,
+                )
+                for info in self._cache.checkpoints(session)
+            )
+        return ()
+
+    def forget(self, session: str) -> None:
+        with self._cache_may_fail("forget"):
+            self._cache.forget(session)
+
+    def figures(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+        """(bytes by tier, checkpoints by tier, counters) for a load report."""
+        counters: dict[str, float] = {
+            "pins": self._pins,
+            "cache_errors": self.cache_errors,
+            "release_errors": self.release_errors,
+        }
+        with self._cache_may_fail("stats"):
+            stats = self._cache.stats()
+            counters |= {"cache_matches": stats.matches, "cache_misses": stats.misses}
+            counters |= {f"{name}_evictions": tier.evictions for name, tier in stats.tiers.items()}
+            sizes = {str(name): tier.used_bytes for name, tier in stats.tiers.items()}
+            counts = {str(name): tier.checkpoints for name, tier in stats.tiers.items()}
+            return sizes, counts, counters
+        return {}, {}, counters
+
+    @contextmanager
+    def _cache_may_fail(self, what: str) -> Iterator[None]:
+        """The one place where any error is swallowed: without the cache a turn is slower, never wrong."""
+        try:
+            yield
+        except Exception:
+            self.cache_errors += 1
+            log.warning("state cache failed in=%s", what, exc_info=True)
+
+
+def open_cache(info: ModelInfo, layout: StateLayout, ram_bytes: int) -> StateCache:
+    """An empty cache for the states of this engine. Two engines share states only if everything in the namespace is equal."""
+    cache_layout = cache_types.Layout(layout.kv_token_bytes, tuple((c.name, c.nbytes) for c in layout.state), layout.vocab_size)
+    numerics = dict(info.numerics)
+    namespace = keys.namespace(
+        weights_digest=info.weights_digest,
+        layout=cache_layout,
+        geometry={"model_type": info.model_type, "layers": info.layers, "parameters": info.parameters},
+        kv_dtype=info.dtype,
+        state_dtype=",".join(sorted({c.dtype for c in layout.state})),
+        rope={name: value for name, value in numerics.items() if name.startswith("rope")},
+        numerics={**numerics, "backend": info.backend},
+    )
+    return StateCache(namespace, cache_layout, tiers=[RamTier(ram_bytes)], index=RadixIndex())
+
+
+def _thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:
+    """Whether the prompt ends inside thinking that its template opened: the last marker of its tail opens one."""
+    for token in reversed(ids[-TAIL_TOKENS:].tolist()):
+        if token in markers.think_open:
+            return True
+        if token in markers.think_close or token in markers.turn_end:
+            return False
+    return False

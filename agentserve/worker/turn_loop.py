@@ -1,0 +1,308 @@
+"""Turns on an engine: accept, refuse, follow, cancel, watch deadlines, report. One thread calls everything.
+
+What is restored and saved is the state bridge's business; frames go out through `send` in the order in which things happened.
+Every accepted turn ends with exactly one TurnFinished or TurnFailed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from agentserve.deadlines import predict_ttft_us
+from agentserve.worker.measure import Measure
+from agentserve.worker.messages import Checkpoints, FromWorker, ListCheckpoints, Load, Matched, StartTurn, TurnFailed
+from agentserve.worker.ports import EnginePort
+from agentserve.worker.state_bridge import StateBridge
+from agentserve.worker.turns import Found, TurnRecord
+from engine.errors import ContextTooLong, EngineError, InvalidRequest
+from engine.types import CutReached, EngineEvent, Finished, PrefillProgress, Request, SamplingParams, StateSnapshot, TokenEvent
+
+log = logging.getLogger(__name__)
+PROGRESS_S = 1.0
+"""A waiting turn says so at least this often."""
+
+
+class TurnLoop:
+    """All turns of one worker.
+
+    send(frame): takes a frame for the server. token_bytes(): bytes of every token id, asked for once, at the first turn with
+    stop strings.
+    """
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        bridge: StateBridge,
+        send: Callable[[FromWorker], None],
+        *,
+        token_bytes: Callable[[], Sequence[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._bridge = bridge
+        self._send = send
+        self._token_bytes = token_bytes
+        self._clock = clock
+        self._measure = Measure()
+        self._turns: dict[str, TurnRecord] = {}
+
+    @property
+    def running(self) -> int:
+        """Turns that have not ended."""
+        return len(self._turns)
+
+    # ── what the server asks ─────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, start: StartTurn) -> None:
+        """Begin a turn. Whatever goes wrong with it is told by TurnFailed."""
+        ids = np.frombuffer(start.ids, "<u4")
+        refusal = self._refusal(start, ids)
+        if refusal is not None:
+            self._send(refusal)
+            return
+        turn = self._turns[start.turn_id] = TurnRecord(start, ids, self._clock())
+        try:
+            self._begin(turn)
+        except ContextTooLong as error:
+            self._fail(turn, "context_length_exceeded", str(error), "input")
+        except InvalidRequest as error:
+            self._fail(turn, "invalid_value", str(error), error.field)
+        except (EngineError, ValueError) as error:
+            log.warning("turn refused turn=%s error=%s", turn.id, error)
+            self._fail(turn, "server_error", f"the engine did not take the turn: {error}")
+
+    def cancel(self, turn_id: str) -> None:
+        """End a turn; what was prefilled of its prompt is kept. Unknown ids are ignored: the turn may just have ended."""
+        turn = self._turns.get(turn_id)
+        if turn is not None and not turn.cancelled:
+            self._cancel(turn)
+
+    def list_checkpoints(self, query: ListCheckpoints) -> None:
+        self._send(Checkpoints(query.query_id, self._bridge.checkpoints(query.session)))
+
+    # ── what the worker's loop does ──────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> bool:
+        """Advance the engine by one step and tell what happened. Returns whether a turn ended."""
+        self._enforce_deadlines()
+        before = len(self._turns)
+        events = self._engine.step()
+        spoiled = {e.request_id for e in events if isinstance(e, Finished) and e.reason == "error"}
+        for turn_id, group in groupby(events, _turn_of_token):
+            if turn_id is not None:
+                self._on_tokens(turn_id, [e for e in group if isinstance(e, TokenEvent)])
+                continue
+            for event in group:
+                self._on_event(event, spoiled)
+        return len(self._turns) < before
+
+    def tick(self) -> None:
+        """Let turns that hear nothing else know where they stand. Called about once a second."""
+        now = self._clock()
+        for ahead, turn in enumerate(self._waiting()):
+            if now - turn.told_at >= PROGRESS_S:
+                self._tell_progress(turn, ahead)
+
+    def load(self) -> Load:
+        """The report of this moment."""
+        stats = self._engine.stats()
+        self._measure.look(stats)
+        rates = self._measure.rates
+        cache_bytes, cache_checkpoints, counters = self._bridge.figures()
+        counters |= {
+            "turns": len(self._turns),
+            "holds": stats.held,
+            "prefill_tokens": stats.prefill_tokens,
+            "decode_tokens": stats.decode_tokens,
+            "slot_hits": stats.slot_hits,
+            "slot_misses": stats.slot_misses,
+        }
+        return Load(
+            running=stats.running,
+            waiting=stats.waiting,
+            waiting_prefill_tokens=stats.waiting_prefill_tokens,
+            prefill_tokens_per_s=float(rates.prefill_tokens_per_s),
+            decode_tokens_per_s=1e6 / rates.decode_step_us,
+            restore_bytes_per_s=float(rates.restore_bytes_per_s),
+            free_pages=stats.free_pages,
+            total_pages=stats.total_pages,
+            cache_bytes=cache_bytes,
+            cache_checkpoints=cache_checkpoints,
+            counters=counters,
+        )
+
+    # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _refusal(self, start: StartTurn, ids: np.ndarray) -> TurnFailed | None:
+        info = self._engine.info
+        if start.turn_id in self._turns:
+            return TurnFailed(start.turn_id, "invalid_value", "a turn with this id is running", "turn_id")
+        if len(ids) == 0:
+            return TurnFailed(start.turn_id, "invalid_value", "the prompt has no tokens, at least 1 is needed", "input")
+        if len(ids) + 1 > info.max_context:
+            message = f"the prompt has {len(ids)} tokens; this model serves at most {info.max_context} with the answer"
+            return TurnFailed(start.turn_id, "context_length_exceeded", message, "input")
+        if int(ids.max()) >= info.vocab_size:
+            message = f"token id {int(ids.max())} is outside the vocabulary of {info.vocab_size}"
+            return TurnFailed(start.turn_id, "invalid_value", message, "input")
+        return None
+
+    def _begin(self, turn: TurnRecord) -> None:
+        if turn.start.sampling.stop and self._token_bytes is not None:
+            self._engine.set_token_bytes(self._token_bytes())
+            self._token_bytes = None
+        began_at = self._clock()
+        found, snapshot = self._bridge.find(turn)
+        try:
+            self._submit(turn, snapshot)
+        except (ContextTooLong, InvalidRequest):
+            raise
+        except EngineError as error:
+            if snapshot is None:
+                raise
+            # The saved state does not fit this engine, or cannot be restored now; the prompt is still good.
+            log.warning("restore refused turn=%s position=%d error=%s", turn.id, snapshot.position, error)
+            self._bridge.cache_errors += 1
+            snapshot, found = None, found.without_state()
+            self._submit(turn, None)
+        if snapshot is not None:
+            turn.reused = turn.processed = snapshot.position
+            turn.restore_s = self._clock() - began_at
+            self._measure.restored(_bytes_of(snapshot), turn.restore_s)
+        self._send(self._matched(turn, found))
+
+    def _submit(self, turn: TurnRecord, snapshot: StateSnapshot | None) -> None:
+        after = 0 if snapshot is None else snapshot.position
+        self._engine.submit(
+            Request(
+                id=turn.id,
+                token_ids=turn.ids.astype(np.int32),
+                sampling=self._sampling(turn.start),
+                restore=snapshot,
+                cuts=self._bridge.plan_cuts(turn, after),
+            )
+        )
+
+    def _sampling(self, start: StartTurn) -> SamplingParams:
+        wire = start.sampling
+        return SamplingParams(
+            max_tokens=wire.max_tokens if start.generate else 0,
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            min_p=wire.min_p,
+            seed=wire.seed,
+            repetition_penalty=wire.repetition_penalty,
+            presence_penalty=wire.presence_penalty,
+            frequency_penalty=wire.frequency_penalty,
+            logprobs=wire.logprobs,
+            stop_token_ids=tuple(sorted({*self._engine.info.eos_token_ids, *start.markers.turn_end})),
+            stop=wire.stop,
+        )
+
+    def _matched(self, turn: TurnRecord, found: Found) -> Matched:
+        return Matched(
+            turn_id=turn.id,
+            position=turn.reused,
+            tier=found.tier,
+            kind=found.kind,
+            divergence=found.divergence,
+            cause=found.cause,
+            predicted_ttft_s=self._predict_us(turn) / 1e6,
+        )
+
+    # ── events of the engine ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_tokens(self, turn_id: str, events: list[TokenEvent]) -> None:
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.cancelled:
+            return
+        turn.token_came(self._clock())
+        self._send(turn.tokens_frame(events))
+        for event in events:
+            turn.generated.append(event.token_id)
+            self._bridge.generated(turn, event.token_id)
+
+    def _on_event(self, event: EngineEvent, spoiled: set[str]) -> None:
+        turn = self._turns.get(event.request_id)
+        if isinstance(event, CutReached):
+            try:
+                if turn is not None and event.request_id not in spoiled:
+                    saved = self._bridge.save(turn, event)
+                    if saved is not None:
+                        self._send(saved)
+            finally:
+                self._bridge.release(event.hold)
+        elif turn is None:
+            return
+        elif isinstance(event, PrefillProgress):
+            turn.prefilled(event.processed, self._clock())
+            self._tell_progress(turn, 0)
+        elif isinstance(event, Finished):
+            if event.reason == "error":
+                self._bridge.spoiled(turn)
+            self._drop(turn)
+            self._send(turn.last_frame(event.reason, event.error, self._clock()))
+
+    # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _enforce_deadlines(self) -> None:
+        now = self._clock()
+        for turn in list(self._turns.values()):
+            at = turn.deadline_at
+            if at is None or now <= at or turn.first_token_at is not None or turn.cancelled:
+                continue
+            turn.failure = TurnFailed(turn.id, "deadline_exceeded", turn.lateness(now), "agentserve.ttft_deadline_ms")
+            self._cancel(turn)
+
+    def _cancel(self, turn: TurnRecord) -> None:
+        turn.cancelled = True
+        try:
+            # Kept only while it prefills: an answer that was cut off belongs to no context that comes back.
+            self._engine.cancel(turn.id, hold=turn.first_token_at is None)
+        except EngineError as error:
+            self._fail(turn, "server_error", f"the turn could not be cancelled: {error}")
+
+    def _fail(self, turn: TurnRecord, code: str, message: str, param: str | None = None) -> None:
+        """End a turn that the engine does not run."""
+        self._drop(turn)
+        self._send(turn.failure or TurnFailed(turn.id, code, message, param))
+
+    def _drop(self, turn: TurnRecord) -> None:
+        self._bridge.close(turn)
+        self._turns.pop(turn.id, None)
+
+    # ── telling how long it takes ────────────────────────────────────────────────────────────────────────────────
+
+    def _waiting(self) -> list[TurnRecord]:
+        """Turns without a first token, in order of arrival."""
+        return [t for t in self._turns.values() if t.first_token_at is None]
+
+    def _predict_us(self, turn: TurnRecord) -> int:
+        """From now to this turn's first token. Its restore is over by then or never happens."""
+        ahead = 0
+        for other in self._waiting():
+            if other is turn:
+                break
+            ahead += other.unprefilled
+        decoding = sum(t.first_token_at is not None for t in self._turns.values())
+        rates = self._measure.rates
+        return predict_ttft_us(rates, queued_tokens=ahead, restore_bytes=0, suffix_tokens=turn.unprefilled, decoding=decoding)
+
+    def _tell_progress(self, turn: TurnRecord, ahead: int) -> None:
+        turn.told_at = self._clock()
+        self._send(turn.progress_frame(ahead if turn.admitted_at is None else 0, self._predict_us(turn)))
+
+
+def _turn_of_token(event: EngineEvent) -> str | None:
+    """Groups neighbouring tokens of one turn: the tokens of one step travel in one frame."""
+    return event.request_id if isinstance(event, TokenEvent) else None
+
+
+def _bytes_of(snapshot: StateSnapshot) -> int:
+    return sum(run.rows.nbytes for run in snapshot.kv) + sum(part.nbytes for part in snapshot.state.values())

@@ -1,0 +1,176 @@
+"""The engine on real architectures: transformers' greedy tokens on the fast backend, bitwise equality on the reference one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.runner import load_model
+from engine.types import StateSnapshot
+from tests.engine.checkpoints import make, save
+from tests.engine.helpers import Log, prompt, release_all, request, run
+
+ARCHITECTURES = ("qwen3_moe", "qwen3_5_moe")
+NEW = 12
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    model = make(request.param)
+    return save(model, tmp_path_factory.mktemp(request.param)), model
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    return save(make("qwen3_5_moe"), tmp_path_factory.mktemp("hybrid"))
+
+
+def settings(directory: Path, **changes) -> EngineConfig:
+    fields = {
+        "model_dir": directory,
+        "threads": 1,
+        "page_size": 16,
+        "chunk_tokens": 64,
+        "kv_tokens": 2048,
+        "snapshot_rows": 16,
+        "max_rows": 6,
+        "poison_freed": True,
+    }
+    return EngineConfig(**(fields | changes))
+
+
+def golden(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers, one whole forward pass per token (no cache)."""
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+@pytest.mark.parametrize("slots", ["auto", 5])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_greedy_tokens_are_those_of_transformers(checkpoint, backend, slots):
+    directory, model = checkpoint
+    engine = Engine.load(settings(directory, backend=backend, slots=slots))
+    prompts = {str(n): prompt(n, n) for n in (5, 64, 100)}
+    for id, ids in prompts.items():
+        engine.submit(request(id, ids, NEW))
+    log = run(engine)
+    for id, ids in prompts.items():
+        assert log.tokens[id] == golden(model, ids, NEW)
+    stats = engine.stats()
+    assert (stats.slot_misses > 0) == (slots != "auto")
+    release_all(engine)
+
+
+def test_loading_tells_progress_and_describes_the_model(hybrid):
+    told: list[tuple[float, str]] = []
+    engine = Engine.load(settings(hybrid), lambda fraction, what: told.append((fraction, what)))
+    assert [fraction for fraction, _ in told] == sorted(fraction for fraction, _ in told)
+    assert told[-1] == (1.0, "ready")
+    assert (engine.info.model_type, engine.info.dtype, engine.info.max_context) == ("qwen3_5_moe", "float32", 512)
+    assert len(engine.info.weights_digest) == 64
+    assert engine.layout.kv_token_bytes == 2 * 2 * 32 * 4
+    assert [c.name for c in engine.layout.state] == ["layer.0.delta", "layer.0.conv", "layer.2.delta", "layer.2.conv"]
+
+
+@pytest.fixture(scope="module")
+def reference(hybrid):
+    """The loaded model, shared; engines on it are fresh."""
+    return load_model(settings(hybrid, backend="reference"))
+
+
+def fresh(reference, hybrid: Path, **changes) -> Engine:
+    return Engine(reference.model, settings(hybrid, backend="reference", **changes), reference.weights_digest)
+
+
+def end_state(engine: Engine, log: Log, id: str) -> StateSnapshot:
+    """The state that `id` was left in, as bytes."""
+    return engine.copy_out(log.cuts[id][-1].hold)
+
+
+def same_bits(a: StateSnapshot, b: StateSnapshot) -> bool:
+    rows = [np.concatenate([run.rows for run in s.kv]) for s in (a, b)]
+    state = a.state.keys() == b.state.keys() and all(np.array_equal(a.state[name], b.state[name]) for name in a.state)
+    return a.position == b.position and np.array_equal(*rows) and state
+
+
+def test_restore_then_decode_at_every_position_is_bitwise_the_cold_run(reference, hybrid):
+    """Positions 1…256, each in a fresh engine: the same next tokens and the same bytes of state three tokens later."""
+    cold = fresh(reference, hybrid, snapshot_rows=300)
+    cold.submit(request("cold", prompt(0, 1), 260, cuts=(1,)))
+    for position in range(2, 260):
+        cold.declare_cut("cold", position)
+    log = run(cold)
+    tokens = prompt(0, 1) + log.tokens["cold"]
+    for position in range(1, 257):
+        warm = fresh(reference, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
+        snapshot = cold.copy_out(log.hold_at("cold", position))
+        warm.submit(request("warm", tokens[: position + 1], 3, restore=snapshot))
+        warm_log = run(warm)
+        assert warm_log.progress["warm"] == [position + 1], "restored, not computed again"
+        assert warm_log.tokens["warm"] == tokens[position + 1 : position + 4]
+        assert same_bits(end_state(warm, warm_log, "warm"), cold.copy_out(log.hold_at("cold", position + 3)))
+
+
+def test_cuts_inside_a_prefill_chunk_hold_what_decoding_to_there_would(reference, hybrid):
+    ids = prompt(1, 150)
+    engine = fresh(reference, hybrid, snapshot_rows=200)
+    engine.submit(request("a", ids, 0, cuts=tuple(range(1, 151))))
+    log = run(engine)
+    for position in range(1, 151):
+        alone = fresh(reference, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
+        restore = engine.copy_out(log.hold_at("a", position - 1)) if position > 1 else None
+        alone.submit(request("b", ids[:position], 0, restore=restore))
+        assert same_bits(end_state(alone, run(alone), "b"), engine.copy_out(log.hold_at("a", position)))
+
+
+@pytest.mark.parametrize(("chunk", "edges", "page"), [(8, (), 16), (64, (1, 2, 63), 4), (512, (), 64), (50, (49,), 7)])
+def test_any_chunking_and_page_size_is_bitwise_the_same(reference, hybrid, chunk, edges, page):
+    ids = prompt(1, 100)
+    states, tokens = [], []
+    for changes, extra in (({}, ()), ({"chunk_tokens": chunk, "page_size": page}, edges)):
+        engine = fresh(reference, hybrid, **changes)
+        engine.submit(request("a", ids, 4, edges=extra))
+        log = run(engine)
+        states.append(end_state(engine, log, "a"))
+        tokens.append(log.tokens["a"])
+    assert tokens[0] == tokens[1]
+    assert same_bits(*states)
+
+
+def test_batched_is_bitwise_alone(reference, hybrid):
+    prompts = {str(n): prompt(n, n) for n in (3, 37, 64, 91)}
+    together = fresh(reference, hybrid)
+    for id, ids in prompts.items():
+        together.submit(request(id, ids, 6))
+    log = run(together)
+    for id, ids in prompts.items():
+        alone = fresh(reference, hybrid)
+        alone.submit(request(id, ids, 6))
+        alone_log = run(alone)
+        assert log.tokens[id] == alone_log.tokens[id]
+        assert same_bits(end_state(together, log, id), end_state(alone, alone_log, id))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_device_and_host_restore_go_on_alike(hybrid, backend):
+    engine = Engine.load(settings(hybrid, backend=backend))
+    ids = prompt(2, 90)
+    engine.submit(request("a", ids, 5, cuts=(70, 90)))
+    log = run(engine)
+    for position in (70, 90):
+        hold = log.hold_at("a", position)
+        engine.submit(request(f"d{position}", ids, 5, restore=hold))
+        run(engine, log)
+        engine.submit(request(f"h{position}", ids, 5, restore=engine.copy_out(hold)))
+        run(engine, log)
+        assert log.tokens[f"d{position}"] == log.tokens[f"h{position}"] == log.tokens["a"]
+        assert same_bits(end_state(engine, log, f"d{position}"), end_state(engine, log, f"h{position}"))
+    release_all(engine)

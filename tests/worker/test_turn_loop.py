@@ -1,0 +1,224 @@
+"""Turns over the fake engine. Its state is a digest of its tokens, so it refuses a restore of anything but the exact prefix."""
+
+from __future__ import annotations
+
+from agentserve.worker.messages import Cut, ListCheckpoints, Progress, TurnFailed, TurnFinished
+from statecache.types import BoundaryKind
+from tests.fakes.engine import EOS, next_token
+from tests.worker.harness import Harness
+
+PROMPT = list(range(14, 60)) * 5  # 230 tokens
+SYSTEM = Cut(70, BoundaryKind.SYSTEM)
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """What a cold run must answer."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def test_the_next_turn_reuses_all_but_the_last_sampled_token() -> None:
+    h = Harness()
+    first = h.turn(PROMPT, cuts=[SYSTEM])
+    h.run()
+    assert h.matched(first).position == 0
+    assert h.answer(first) == greedy(PROMPT, 8)
+    context = PROMPT + h.answer(first) + [20, 21, 22]
+    second = h.turn(context)
+    h.run()
+    assert h.matched(second).position == len(PROMPT) + 7
+    assert h.matched(second).kind is BoundaryKind.TURN
+    assert h.matched(second).divergence is None
+    assert h.answer(second) == greedy(context, 8)
+    end = h.end(second)
+    assert isinstance(end, TurnFinished)
+    assert end.reused_tokens == len(PROMPT) + 7
+    h.assert_nothing_is_held()
+
+
+def test_an_edit_falls_back_to_the_deepest_boundary_below_it() -> None:
+    h = Harness()
+    h.turn(PROMPT, cuts=[SYSTEM, Cut(150, BoundaryKind.TOOL_RESULT), Cut(190, BoundaryKind.USER)])
+    h.run()
+    edited = [*PROMPT[:170], 2, 3, *PROMPT[172:]]
+    second = h.turn(edited)
+    h.run()
+    matched = h.matched(second)
+    assert (matched.position, matched.kind) == (166, BoundaryKind.SHADOW)  # 64 before the prompt end
+    assert (matched.divergence, matched.cause) == (170, "tokens")
+    edited = [*PROMPT[:160], 2, *PROMPT[161:]]
+    third = h.turn(edited)
+    h.run()
+    assert (h.matched(third).position, h.matched(third).kind) == (150, BoundaryKind.TOOL_RESULT)
+    assert h.answer(third) == greedy(edited, 8)
+
+
+def test_an_identical_prompt_needs_no_forward_pass() -> None:
+    h = Harness()
+    first = h.turn(PROMPT)
+    h.run()
+    second = h.turn(PROMPT)
+    h.run()
+    assert h.matched(second).position == len(PROMPT)
+    assert h.answer(second) == h.answer(first)
+    assert h.end(second).prompt_tokens == len(PROMPT)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_boundaries_in_generated_tokens_become_checkpoints() -> None:
+    h = Harness()
+    n = len(PROMPT)
+    turn = h.turn(PROMPT, script=[30, 10, 31, 32, 11, 33, 12, 34, 35, 13, EOS], max_tokens=50)
+    h.run()
+    kinds = dict(h.saved(turn))
+    assert kinds[n] == "prompt_end"
+    assert kinds[n + 1] == "think_open"
+    assert kinds[n + 5] == "think_close"
+    assert kinds[n + 6] == "call_open"
+    assert kinds[n + 10] == "turn"  # the call's end and the turn's end are one place
+    # An agent that drops the thinking comes back to just before it.
+    dropped = [*PROMPT, 30, 33, 12]
+    again = h.turn(dropped)
+    h.run()
+    assert (h.matched(again).position, h.matched(again).kind) == (n + 1, BoundaryKind.THINK_OPEN)
+    assert h.end(turn).reason == "stop"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_prewarm_saves_the_prompt_and_generates_nothing() -> None:
+    h = Harness()
+    warm = h.turn(PROMPT, generate=False)
+    h.run()
+    assert h.answer(warm) == []
+    assert (len(PROMPT), "prompt_end") in h.saved(warm)
+    assert h.matched(h.turn(PROMPT)).position == len(PROMPT)
+    h.run()
+
+
+def test_a_cancelled_prefill_is_kept_up_to_where_it_stopped() -> None:
+    h = Harness()
+    turn = h.turn(PROMPT)
+    for _ in range(3):
+        h.loop.step()
+    h.loop.cancel(turn)
+    h.loop.cancel(turn)
+    h.run()
+    end = h.end(turn)
+    assert isinstance(end, TurnFinished)
+    assert (end.reason, end.ttft_s) == ("cancelled", None)
+    assert (48, "partial") in h.saved(turn)
+    retry = h.turn(PROMPT)
+    h.run()
+    assert h.matched(retry).position == 48
+    assert h.answer(retry) == greedy(PROMPT, 8)
+    h.assert_nothing_is_held()
+
+
+def test_a_passed_deadline_fails_the_turn_and_keeps_its_work() -> None:
+    h = Harness()
+    turn = h.turn(PROMPT, deadline_s=2.0)
+    h.loop.step()
+    h.clock_s += 1.9
+    h.loop.step()
+    h.clock_s += 0.2
+    h.run()
+    end = h.end(turn)
+    assert isinstance(end, TurnFailed)
+    assert end.code == "deadline_exceeded"
+    assert "2100 ms" in end.message
+    assert "2000 ms" in end.message
+    retry = h.turn(PROMPT, deadline_s=2.0)
+    h.run()
+    assert h.matched(retry).position == 32
+    assert isinstance(h.end(retry), TurnFinished)
+    h.assert_nothing_is_held()
+
+
+def test_a_deadline_after_the_first_token_does_nothing() -> None:
+    h = Harness()
+    turn = h.turn(PROMPT[:10], deadline_s=1.0)
+    h.loop.step()
+    h.clock_s += 10
+    h.run()
+    assert isinstance(h.end(turn), TurnFinished)
+
+
+def test_nan_leaves_nothing_to_match_and_others_go_on() -> None:
+    h = Harness()
+    h.engine.nan.add("t1")
+    bad = h.turn(PROMPT, cuts=[SYSTEM])
+    good = h.turn([3, *PROMPT])
+    h.run()
+    end = h.end(bad)
+    assert isinstance(end, TurnFailed)
+    assert end.code == "server_error"
+    assert "NaN" in end.message
+    assert isinstance(h.end(good), TurnFinished)
+    again = h.turn(PROMPT)
+    assert h.matched(again).position == 0
+    h.run()
+    h.assert_nothing_is_held()
+
+
+def test_waiting_turns_hear_of_their_place_every_second() -> None:
+    h = Harness(rows=1)
+    h.turn(PROMPT)
+    second, third = h.turn([3, *PROMPT]), h.turn([4, *PROMPT])
+    h.loop.step()
+    h.loop.tick()
+    assert not h.of(third, Progress)
+    h.clock_s += 1.0
+    h.loop.tick()
+    h.loop.tick()
+    (frame,) = h.of(third, Progress)
+    assert (frame.queued, frame.processed, frame.total) == (2, 0, len(PROMPT) + 1)
+    assert frame.eta_s > h.of(second, Progress)[0].eta_s > 0
+    h.run()
+
+
+def test_another_salt_reuses_nothing() -> None:
+    h = Harness()
+    h.turn(PROMPT)
+    h.run()
+    other = h.turn(PROMPT, salt=b"other")
+    h.run()
+    assert (h.matched(other).position, h.matched(other).cause) == (0, "salt")
+
+
+def test_impossible_turns_are_refused_by_name() -> None:
+    h = Harness(max_context=100)
+    too_long, empty, wild = h.turn(PROMPT), h.turn([]), h.turn([1, 9999])
+    ends = [h.end(t) for t in (too_long, empty, wild)]
+    assert [e.code for e in ends if isinstance(e, TurnFailed)] == ["context_length_exceeded", "invalid_value", "invalid_value"]
+    assert "230" in ends[0].message  # pyright: ignore[reportAttributeAccessIssue]
+    assert "9999" in ends[2].message  # pyright: ignore[reportAttributeAccessIssue]
+    bad_cut = h.turn(PROMPT[:50], cuts=[Cut(51, BoundaryKind.USER)])
+    assert isinstance(h.end(bad_cut), TurnFailed)
+    h.assert_nothing_is_held()
+
+
+def test_a_session_lists_what_it_placed_and_forgets_it() -> None:
+    h = Harness()
+    turn = h.turn(PROMPT, session="mine")
+    h.run()
+    h.loop.list_checkpoints(ListCheckpoints(7, "mine"))
+    listing = h.frames[-1]
+    assert listing.query_id == 7  # pyright: ignore[reportAttributeAccessIssue]
+    rows = listing.rows  # pyright: ignore[reportAttributeAccessIssue]
+    assert [(row.position, row.kind.value) for row in rows] == sorted(h.saved(turn))
+    h.bridge.forget("mine")
+    h.loop.list_checkpoints(ListCheckpoints(8, "mine"))
+    assert h.frames[-1].rows == ()  # pyright: ignore[reportAttributeAccessIssue]
+    assert h.matched(h.turn(PROMPT)).position == len(PROMPT)
+    h.run()
+
+
+def test_without_room_for_checkpoints_turns_still_run() -> None:
+    h = Harness(ram_bytes=0)
+    first = h.turn(PROMPT)
+    h.run()
+    second = h.turn(PROMPT)
+    h.run()
+    assert h.saved(first) == []
+    assert h.answer(second) == h.answer(first) == greedy(PROMPT, 8)
+    h.assert_nothing_is_held()
