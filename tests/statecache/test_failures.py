@@ -299,3 +299,29 @@ def test_a_forged_collision_serves_nothing_wrong():
     assert any(kept)
     assert cache.stats().collisions > 40
     close_books(cache)
+
+
+def test_equal_keys_of_different_blocks_are_told_apart_by_ids_and_by_parent():
+    """The second context is refused, the first one keeps being served."""
+    after_one, after_two = (np.concatenate([np.full(64, v), np.full(100, 5)]) for v in (1, 2))
+    starts_alike, differs_later = np.full(164, 7), np.concatenate([[7], np.full(163, 8)])
+
+    def forgets_the_parent(data: bytes) -> bytes:
+        return xxh3_128(data[-256:])
+
+    def sees_one_token(data: bytes) -> bytes:
+        return xxh3_128(data[:20])
+
+    for hash128, first, second in (
+        (forgets_the_parent, after_one, after_two),
+        (sees_one_token, starts_alike, differs_later),
+    ):
+        cache = make(hash128=hash128)
+        assert save(cache, first, 140).checkpoint_id is not None
+        other_start = save(cache, second, 70).checkpoint_id is not None
+        refused = cache.put(second, SALT, Boundary(150, BoundaryKind.TURN), truth(second, SALT, 150))
+        assert refused.checkpoint_id is None
+        assert cache.stats().collisions == 1 + (not other_start)
+        assert best(cache, second) == (70 if other_start else 0)
+        assert best(cache, first) == 140
+        close_books(cache)
