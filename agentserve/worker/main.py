@@ -104,7 +104,7 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     """The engine for `settings`; progress goes out as Loading frames. Raises EngineError, or PipeClosed if the server left."""
     from engine.config import EngineConfig
     from engine.engine import Engine
-    from engine.errors import InvalidRequest
+    from engine.errors import InvalidRequest, Unsupported
 
     known = {field.name for field in fields(EngineConfig)}
     for name in settings.engine:
@@ -116,7 +116,10 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
         pipe.flush()
 
     progress(0.0, "starting")
-    config = EngineConfig(model_dir=Path(settings.model_dir), **settings.engine)  # pyright: ignore[reportArgumentType]
+    if settings.device == "cuda":
+        raise Unsupported("device: got 'cuda', this engine has: cpu")
+    chosen = {"threads": settings.threads} if settings.threads else {}
+    config = EngineConfig(model_dir=Path(settings.model_dir), **{**chosen, **settings.engine})  # pyright: ignore[reportArgumentType]
     return Engine.load(config, progress)
 
 

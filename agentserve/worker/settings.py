@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -10,14 +12,17 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     model_dir: directory of a Hugging Face checkpoint. model_name: what clients call it.
     state_dir: where the worker may keep digests and checkpoints; created if absent.
+    threads: CPU threads for the engine, 0 = choose.
     ram_cache_bytes: budget of the RAM tier; 0 turns saving off.
     checkpoints_url: SQL address of the checkpoint index, "" = one file in state_dir.
-    engine: fields of `engine.config.EngineConfig` by name, e.g. {"threads": 2}.
+    engine: fields of `engine.config.EngineConfig` by name, e.g. {"chunk_tokens": 256}.
     """
 
     model_dir: str
     model_name: str
     state_dir: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
     ram_cache_bytes: int = 1 << 30
     checkpoints_url: str = ""
     log_level: str = "INFO"
