@@ -1,0 +1,39 @@
+"""The documents name real things: every path in them exists, every make target and command that they show is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/protocol.md", "docs/glossary.md", "docs/roadmap.md"]
+TOP = ("agentserve/", "statecache/", "engine/", "migrations/", "tests/", "benchmarks/", "examples/", "docker/", "docs/", ".ci/")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_in_backticks_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = {p for p in re.findall(r"`([\w./*-]+)`", text) if p.startswith(TOP)}
+    missing = sorted(p for p in named if not (list(ROOT.glob(p)) if "*" in p else (ROOT / p).exists()))
+    assert not missing, f"{document} names what is not there"
+
+
+def test_every_make_target_in_the_documents_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for block in re.findall(r"```\n(.*?)```|`(make [a-z-]+)", text, flags=re.S):
+            for target in re.findall(r"^make ([a-z-]+)", "\n".join(block), flags=re.M):
+                assert target in targets, f"{document} shows `make {target}`"
+
+
+def test_architecture_names_every_module_folder() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    folders = {str(Path(f).parent) for f in tracked if f.endswith(".py") and f.startswith(("agentserve", "statecache", "engine"))}
+    for folder in sorted(folders):
+        assert Path(folder).name in text, f"{folder} has no line in docs/architecture.md"
