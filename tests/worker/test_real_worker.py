@@ -1,0 +1,176 @@
+"""A real worker process with a tiny random model: load, run, reuse, drain, die with its server, refuse a bad model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentserve.worker.client import WORKER_STOPPED, TurnFrame, WorkerClient
+from agentserve.worker.messages import Cut, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
+from agentserve.worker.settings import WorkerSettings
+from agentserve.worker.supervisor import Supervisor, WorkerState
+from statecache.types import BoundaryKind, MarkerTable
+from tests.engine.checkpoints import make, save
+
+PROMPT = [int(t) for t in np.random.default_rng(5).integers(3, 90, 150)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make("qwen3_5_moe"), tmp_path_factory.mktemp("model"))
+
+
+@contextlib.asynccontextmanager
+async def running(model_dir: Path, **engine: int | str) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
+    client = WorkerClient(start_wait_s=60)
+    limits = {"threads": 1, "backend": "reference", "chunk_tokens": 64, "kv_tokens": 4096, "max_rows": 4}
+    settings = WorkerSettings(
+        model_dir=str(model_dir), model_name="tiny", state_dir=str(model_dir), engine={**limits, **engine}, log_level="WARNING"
+    )
+    supervisor = Supervisor(client, settings, first_backoff_s=0.05, watch_s=0.1)
+    supervisor.start()
+    try:
+        yield client, supervisor
+    finally:
+        await supervisor.stop(drain_s=20)
+
+
+def start_turn(turn_id: str, ids: list[int], *, max_tokens: int = 8, stop: tuple[bytes, ...] = ()) -> StartTurn:
+    return StartTurn(
+        turn_id=turn_id,
+        ids=np.array(ids, "<u4").tobytes(),
+        cuts=(Cut(40, BoundaryKind.SYSTEM),),
+        markers=MarkerTable(),
+        salt=b"salt",
+        session="s",
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop),
+        accepted_at=time.monotonic(),
+    )
+
+
+async def run(client: WorkerClient, start: StartTurn) -> list[TurnFrame]:
+    return [frame async for frame in client.run(start)]
+
+
+def answer(frames: list[TurnFrame]) -> list[int]:
+    return [token for frame in frames if isinstance(frame, Tokens) for token in frame.ids]
+
+
+def matched(frames: list[TurnFrame]) -> Matched:
+    return next(frame for frame in frames if isinstance(frame, Matched))
+
+
+async def settled(client: WorkerClient) -> dict[str, float]:
+    """Counters of the load report that follows the last turn."""
+    load = client.load
+    assert load is not None
+    return load.counters
+
+
+async def test_a_session_reuses_its_state_and_gets_the_answers_of_a_cold_run(model_dir: Path) -> None:
+    async with running(model_dir) as (client, supervisor):
+        first = await run(client, start_turn("a", PROMPT))
+        assert isinstance(first[-1], TurnFinished), first[-1]
+        assert client.hello is not None
+        assert client.hello.model_type.startswith("qwen3_5_moe")
+        assert supervisor.state is WorkerState.READY
+        kinds = {(f.position, f.kind.value) for f in first if isinstance(f, Saved)}
+        assert {(40, "system"), (86, "shadow"), (150, "prompt_end"), (157, "turn")} <= kinds
+        context = [*PROMPT, *answer(first), 5, 6, 7]
+        warm = await run(client, start_turn("b", context))
+        assert matched(warm).position == 157
+        assert matched(warm).kind is BoundaryKind.TURN
+        edited = await run(client, start_turn("c", [*PROMPT[:60], 9, *PROMPT[61:]]))
+        assert (matched(edited).position, matched(edited).divergence) == (40, 60)
+        rows = await client.checkpoints("s")
+        assert (150, "prompt_end") in {(row.position, row.kind.value) for row in rows}
+        counters = await settled(client)
+        assert (counters["turns"], counters["holds"], counters["pins"], counters["cache_errors"]) == (0, 0, 0, 0)
+    # Cold, in another process: the reference backend must give the same tokens bit for bit.
+    async with running(model_dir) as (client, _):
+        assert answer(await run(client, start_turn("b", context))) == answer(warm)
+        assert matched(await run(client, start_turn("b", context))).position == len(context)
+
+
+async def test_kill_in_mid_turn_fails_that_turn_and_the_next_one_runs(model_dir: Path) -> None:
+    async with running(model_dir) as (client, supervisor):
+        frames: list[TurnFrame] = []
+        async for frame in client.run(start_turn("a", PROMPT, max_tokens=3000)):
+            frames.append(frame)
+            if isinstance(frame, Tokens) and len(frames) > 10 and supervisor.pid is not None:
+                os.kill(supervisor.pid, signal.SIGKILL)
+        assert frames[-1] == TurnFailed("a", "server_error", WORKER_STOPPED)
+        again = await run(client, start_turn("a", PROMPT))
+        assert isinstance(again[-1], TurnFinished)
+        assert supervisor.restarts == 1
+
+
+async def test_cancel_and_disconnect_free_everything(model_dir: Path) -> None:
+    async with running(model_dir) as (client, _):
+        async with contextlib.aclosing(client.run(start_turn("gone", PROMPT, max_tokens=3000))) as turn:
+            async for frame in turn:
+                if isinstance(frame, Tokens):
+                    break
+        cancelled: list[TurnFrame] = []
+        async for frame in client.run(start_turn("stop", PROMPT, max_tokens=3000)):
+            cancelled.append(frame)
+            if isinstance(frame, Tokens):
+                client.cancel("stop")
+        assert isinstance(cancelled[-1], TurnFinished)
+        assert cancelled[-1].reason == "cancelled"
+        await run(client, start_turn("last", PROMPT))
+        async with asyncio.timeout(10):
+            while (await settled(client))["turns"] > 0:
+                await asyncio.sleep(0.05)
+        load = client.load
+        assert load is not None
+        assert (load.running, load.waiting, load.counters["holds"]) == (0, 0, 0)
+        assert load.free_pages == load.total_pages
+
+
+async def test_the_worker_ends_when_its_server_is_gone(model_dir: Path) -> None:
+    async with running(model_dir) as (client, supervisor):
+        assert await client.wait_ready(60)
+        pid = supervisor.pid
+        assert supervisor._pipe is not None
+        supervisor._stopping = True
+        supervisor._pipe.close()
+        async with asyncio.timeout(10):
+            while Path(f"/proc/{pid}").exists():
+                await asyncio.sleep(0.02)
+
+
+async def test_terminate_lets_the_running_turn_finish(model_dir: Path) -> None:
+    async with running(model_dir) as (client, supervisor):
+        frames: list[TurnFrame] = []
+        async for frame in client.run(start_turn("a", PROMPT, max_tokens=40)):
+            if not frames and supervisor.pid is not None:
+                os.kill(supervisor.pid, signal.SIGTERM)
+            frames.append(frame)
+        assert isinstance(frames[-1], TurnFinished)
+        assert frames[-1].output_tokens == 40
+
+
+async def test_a_directory_without_a_model_is_reported_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as (client, supervisor):
+        assert not await client.wait_ready(60)
+        assert client.failure is not None
+        assert "config.json" in client.failure
+        frames = await run(client, start_turn("a", PROMPT))
+        assert isinstance(frames[-1], TurnFailed)
+        assert "config.json" in frames[-1].message
+        assert supervisor.restarts == 0
+
+
+async def test_an_unknown_engine_setting_is_named(model_dir: Path) -> None:
+    async with running(model_dir, pages_of_gold=3) as (client, _):
+        assert not await client.wait_ready(60)
+        assert "pages_of_gold" in (client.failure or "")
