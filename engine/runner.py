@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Machine
 from engine.errors import CheckpointError
-from engine.kernels import reference
+from engine.kernels import cpu, reference
 from engine.layers.eager import EagerStep
+from engine.layers.program import Limits, ProgramStep, needs
 from engine.models import registry
 from engine.models.base import KvPools, Model, ModelSpec, RecurrentPools
 from engine.models.decoder import Decoder
@@ -26,6 +27,13 @@ from engine.moe.slots import SlotMap, make_policy
 from engine.quant import registry as formats
 from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
+
+# Bumped by hand when a change of kernels or of the order of operations changes results beyond rounding: saved state of an
+# older number is not used again.
+NUMERICS_VERSION = "1"
+
+# What the first recorded step has room for; later ones grow in powers of two.
+FIRST_LIMITS = Limits(rows=64, seqs=8, pages=64, cuts=16, positions=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if config.model_dir is None:
         raise CheckpointError("no model directory was given")
     directory = Path(config.model_dir)
+    threads = config.resolve(Machine.here()).threads
+    assert threads != "auto"
+    if config.backend == "cpu" and cpu.available():
+        cpu.set_threads(threads)  # and leave torch alone: its threads spin, and all that it still does here is small
+    elif config.backend == "cpu":
+        torch.set_num_threads(threads)
     described = read_config(directory)
     _, build = registry.find(described)
     reader = CheckpointReader(directory)
@@ -49,7 +63,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     form = formats.choose(described, _embedding_dtype(reader), wanted)
     weights = Weights(reader, form.dtype)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
-    numerics = {**decoder.spec.numerics, "backend": config.backend, "format": form.name}
+    own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
+    numerics = {**decoder.spec.numerics, **own}
     decoder = replace(decoder, spec=replace(decoder.spec, numerics=numerics))
     slots: SlotMap | None = None
     if config.slots != "auto":
@@ -74,10 +89,12 @@ def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, Sl
 
 
 class CpuModel:
-    """The fast backend: whole flat batches."""
+    """The fast backend: whole flat batches, as native programs where the C++ kernels are there and experts are resident."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._native = cpu.available() and decoder.spec.slots is None
+        self._step: ProgramStep | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -85,7 +102,19 @@ class CpuModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
-        return self._decoder.run(EagerStep(batch, kv, states, self._decoder.rope))
+        if not self._native:
+            return self._decoder.run(EagerStep(batch, kv, states, self._decoder.rope))
+        return self._recorded(needs(batch), kv, states).run(batch)
+
+    def _recorded(self, wanted: Limits, kv: KvPools, states: RecurrentPools) -> ProgramStep:
+        """The recorded step, recorded again when a batch outgrows it or comes with other pools."""
+        step = self._step
+        if step is not None and step.kv is kv and step.states is states and step.limits.hold(wanted):
+            return step
+        limits = (FIRST_LIMITS if step is None else step.limits).grown(wanted)
+        step = self._step = ProgramStep(limits, self.spec.dtype, kv, states, self._decoder.rope)
+        self._decoder.run(step)
+        return step
 
 
 class ReferenceModel:
@@ -103,6 +132,14 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a matrix product's order of sums may follow the number of threads
+        try:
+            return self._forward(batch, kv, states)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
         rows = batch.logit_rows.tolist()
         logits = torch.empty(len(rows), self.spec.vocab_size)
         for seq in batch.seqs:

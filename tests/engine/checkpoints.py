@@ -139,4 +139,4 @@ def step(
 
 
 def load(directory: Path, **options: Any) -> LoadedModel:
-    return load_model(EngineConfig(model_dir=directory, **options))
+    return load_model(EngineConfig(model_dir=directory, **{"threads": 1, **options}))
