@@ -5,9 +5,9 @@
 // [T, H], 6 residual or null.  n: 0 T, 1 H, 2 I, 3 k, 4 E, 5 x stride, 6 out stride, 7 residual stride (elements).
 // flags: bf16 bits of x, banks, out, residual.
 //
-// Tokens are grouped by expert, so a step reads each weight row once. Experts with up to kMaxDotTokens tokens use dot
-// tiles; the others lane tiles, with their activations packed. Every token's sum runs over its experts in rising id,
-// whatever else is in the batch.
+// Tokens are grouped by expert, so a step reads each weight row once from memory. Of an expert's tokens, whole vectors go
+// through lane tiles with their activations packed, the rest (or all, if few) through dot tiles, row block by row block.
+// Every token's sum runs over its experts in rising id, whatever else is in the batch.
 
 struct ExpertArgs {
   const void *x, *gate_up, *down, *res;
@@ -21,8 +21,16 @@ struct ExpertArgs {
 
 struct Group {
   int expert, first, count;  // its pairs are pairs[first … first + count)
-  char *x, *h;               // lane groups: packed panels. dot groups: h rows [count][I]
+  int lanes;                 // that many of them, the first ones, in lane tiles
+  char *x, *h, *h_rows;      // lanes: packed panels of x and h. The others: h as rows [count - lanes][I]
+  int panels() const { return ceil_div(lanes, W); }
 };
+
+// A last partial vector costs as much as a full one, about twice as much as dot tiles do for half of it.
+static inline int lanes_of(int count) {
+  if (count <= kMaxDotTokens) return 0;
+  return count % W <= W / 2 ? count - count % W : count;
+}
 
 struct Grouping {
   Group *groups;
@@ -42,7 +50,7 @@ static Grouping group_pairs(const ExpertArgs &a) {
   int at = 0, n = 0;
   for (int e = 0; e < a.E; ++e) {
     int count = next[e];
-    if (count > 0) groups[n++] = Group{e, at, count, nullptr, nullptr};
+    if (count > 0) groups[n++] = Group{e, at, count, lanes_of(count), nullptr, nullptr, nullptr};
     next[e] = at;
     at += count;
   }
@@ -74,6 +82,7 @@ static inline void store_hidden(MulBF16, const float *buf, int rows, int i0, cha
 template <class M, class XT, class WT>
 struct Experts {
   using E = typename M::Elem;
+  static constexpr int kBlock = 64;
   const ExpertArgs &a;
   Grouping g;
   const E *x_rows;     // [T][H] in the multiplier's element type, for dot groups
@@ -82,8 +91,6 @@ struct Experts {
   size_t x_panel, h_panel;
 
   int token_of(int pair) const { return g.pairs[pair] / a.top_k; }
-  static bool uses_lanes(const Group &group) { return group.count > kMaxDotTokens; }
-  static int panels_of(const Group &group) { return ceil_div(group.count, W); }
   const WT *gate_row(const Group &group, int i) const {
     return (const WT *)a.gate_up + (size_t(group.expert) * 2 * a.I + i) * a.H;
   }
@@ -93,29 +100,27 @@ struct Experts {
 
   void pack(const Group &group, int panel) {
     const XT *rows[W];
-    int first = panel * W, n = min_int(W, group.count - first);
+    int first = panel * W, n = min_int(W, group.lanes - first);
     for (int i = 0; i < n; ++i) rows[i] = (const XT *)a.x + token_of(group.first + first + i) * a.xs;
     pack_panel(M(), rows, n, a.H, group.x + panel * x_panel);
   }
 
   void gate_up_dot(const Group &group, int i0, int i1) {
-    float gate[kMaxDotTokens * 64], up[kMaxDotTokens * 64];
-    const E *x[kMaxDotTokens];
-    for (int t = 0; t < group.count; ++t) x[t] = x_rows + token_of(group.first + t) * x_ld;
-    for (int i = i0; i < i1; i += 64) {
-      int n = min_int(64, i1 - i);
-      // Gate and up rows in turns of 8, so that both streams advance together.
-      for (int r = 0; r < n; r += 8) {
-        int rows = min_int(8, n - r);
-        dot_tile<M, WT>(gate_row(group, i + r), a.H, rows, x, group.count, a.H, gate + r, 64);
-        dot_tile<M, WT>(gate_row(group, a.I + i + r), a.H, rows, x, group.count, a.H, up + r, 64);
-      }
-      for (int t = 0; t < group.count; ++t)
-        for_vectors(n, [&](int c, int part) {
-          V h = v_mul(v_silu(load_part(gate + t * 64 + c, part)), load_part(up + t * 64 + c, part));
-          store_part((E *)group.h + size_t(t) * a.I + i + c, h, part);
-        });
+    float gate[kMaxDotTokens * kBlock], up[kMaxDotTokens * kBlock];
+    const E *x[kMaxDotTokens] = {};
+    int tokens = group.count - group.lanes, n = i1 - i0;
+    for (int t = 0; t < tokens; ++t) x[t] = x_rows + token_of(group.first + group.lanes + t) * x_ld;
+    // Gate and up rows in turns of 8, so that both streams advance together.
+    for (int r = 0; r < n; r += 8) {
+      int rows = min_int(8, n - r);
+      dot_tile<M, WT>(gate_row(group, i0 + r), a.H, rows, x, tokens, a.H, gate + r, kBlock);
+      dot_tile<M, WT>(gate_row(group, a.I + i0 + r), a.H, rows, x, tokens, a.H, up + r, kBlock);
     }
+    for (int t = 0; t < tokens; ++t)
+      for_vectors(n, [&](int c, int part) {
+        V h = v_mul(v_silu(load_part(gate + t * kBlock + c, part)), load_part(up + t * kBlock + c, part));
+        store_part((E *)group.h_rows + size_t(t) * a.I + i0 + c, h, part);
+      });
   }
 
   void gate_up_lanes(const Group &group, int i0, int i1, char *scratch) {
@@ -126,10 +131,10 @@ struct Experts {
       int rows = min_int(4, i1 - i);
       Rows gate = RowSource<M>::prepare(gate_row(group, i), a.H, rows, a.H, scratch);
       Rows up = RowSource<M>::prepare(gate_row(group, a.I + i), a.H, rows, a.H, up_scratch);
-      for_panels(panels_of(group), [&](int p, int nv) {
+      for_panels(group.panels(), [&](int p, int nv) {
         Panels x = {group.x + p * x_panel, x_panel, nv, k};
         if (rows == 4) {
-          lane_tile_pair<M>(gate.data, up.data, gate.stride, 4, x, buf);
+          lane_tile_pair<M>({gate.data, up.data, gate.stride, 4, 4 * gate.stride}, x, buf);
         } else {
           lane_tile<M>(gate.data, gate.stride, 4, rows, x, buf);
           lane_tile<M>(up.data, up.stride, 4, rows, x, buf + 4 * kLdBuf);
@@ -149,93 +154,88 @@ struct Experts {
   }
 
   void down_dot(const Group &group, int h0, int h1) {
-    float y[kMaxDotTokens * 64];
-    const E *h[kMaxDotTokens];
-    for (int t = 0; t < group.count; ++t) h[t] = (const E *)group.h + size_t(t) * a.I;
-    for (int at = h0; at < h1; at += 64) {
-      int rows = min_int(64, h1 - at);
-      dot_tile<M, WT>(down_row(group, at), a.I, rows, h, group.count, a.I, y, 64);
-      for (int t = 0; t < group.count; ++t) add(group.first + t, at, y + t * 64, rows);
-    }
+    float y[kMaxDotTokens * kBlock];
+    const E *h[kMaxDotTokens] = {};
+    int tokens = group.count - group.lanes;
+    for (int t = 0; t < tokens; ++t) h[t] = (const E *)group.h_rows + size_t(t) * a.I;
+    dot_tile<M, WT>(down_row(group, h0), a.I, h1 - h0, h, tokens, a.I, y, kBlock);
+    for (int t = 0; t < tokens; ++t) add(group.first + group.lanes + t, h0, y + t * kBlock, h1 - h0);
   }
 
+  // Panels outside, rows inside: a token's sums are touched once per row block, not once per 8 rows.
   void down_lanes(const Group &group, int h0, int h1, char *scratch) {
-    alignas(64) float buf[8 * kLdBuf], turned[W * 8];
+    alignas(64) float buf[8 * kLdBuf], turned[W * 8], y[kLdBuf * kBlock];
     int k = units<M>(a.I);
-    for (int at = h0; at < h1; at += 8) {
-      int rows = min_int(8, h1 - at);
-      Rows w = RowSource<M>::prepare(down_row(group, at), a.I, rows, a.I, scratch);
-      for_panels(panels_of(group), [&](int p, int nv) {
-        lane_tile<M>(w.data, w.stride, 4, rows, Panels{group.h + p * h_panel, h_panel, nv, k}, buf);
+    Rows w = RowSource<M>::prepare(down_row(group, h0), a.I, h1 - h0, a.I, scratch);
+    for_panels(group.panels(), [&](int p, int nv) {
+      Panels x = {group.h + p * h_panel, h_panel, nv, k};
+      for (int at = 0; at < h1 - h0; at += 8) {
+        int rows = min_int(8, h1 - h0 - at);
+        lane_tile<M>(w.data + at * w.stride, w.stride, 4, rows, x, buf);
         for (int v = 0; v < nv; ++v) {
-          int first = (p + v) * W, n = min_int(W, group.count - first);
           v_transpose_8xW(buf + v * W, kLdBuf, turned);
-          for (int t = 0; t < n; ++t) add(group.first + first + t, at, turned + t * 8, rows);
+          for (int t = 0; t < W; ++t) __builtin_memcpy(y + (v * W + t) * kBlock + at, turned + t * 8, 32);
         }
-      });
-    }
+      }
+      int first = p * W, n = min_int(nv * W, group.lanes - first);
+      for (int t = 0; t < n; ++t) add(group.first + first + t, h0, y + t * kBlock, h1 - h0);
+    });
   }
 
-  // Groups first … first + n share the three passes; lane groups get their scratch here.
+  // Bytes of scratch of one group beyond its weights; `at` may be null to count only.
+  size_t place(Group &group, char *at) const {
+    size_t x = group.panels() * x_panel, h = group.panels() * h_panel;
+    group.x = at;
+    group.h = at + x;
+    group.h_rows = at + x + h;
+    size_t rows = size_t(group.count - group.lanes) * a.I * sizeof(E);
+    return x + h + ((rows + 63) & ~size_t(63));
+  }
+
+  // Groups first … first + n share the three passes.
   void run_batch(int first, int n) {
+    Group *groups = g.groups + first;
     size_t bytes = 0;
     int max_panels = 0;
     double pairs = 0;
-    for (int i = first; i < first + n; ++i) {
-      const Group &group = g.groups[i];
-      pairs += group.count;
-      if (uses_lanes(group)) {
-        bytes += panels_of(group) * (x_panel + h_panel);
-        max_panels = max_int(max_panels, panels_of(group));
-      } else {
-        bytes += (size_t(group.count) * a.I * sizeof(E) + 63) & ~size_t(63);
-      }
+    for (int i = 0; i < n; ++i) {
+      bytes += place(groups[i], nullptr);
+      pairs += groups[i].count;
+      max_panels = max_int(max_panels, groups[i].panels());
     }
     char *memory = (char *)shared_scratch(2, bytes + 64);
-    for (int i = first; i < first + n; ++i) {
-      Group &group = g.groups[i];
-      if (uses_lanes(group)) {
-        group.x = memory;
-        group.h = memory + panels_of(group) * x_panel;
-        memory = group.h + panels_of(group) * h_panel;
-      } else {
-        group.h = memory;
-        memory += (size_t(group.count) * a.I * sizeof(E) + 63) & ~size_t(63);
-      }
-    }
-    const Group *groups = g.groups + first;
+    for (int i = 0; i < n; ++i) memory += place(groups[i], memory);
     if (max_panels > 0)
       parallel(n * max_panels, n * max_panels * double(x_panel) / 5e3, [&](int task, int) {
         const Group &group = groups[task / max_panels];
-        if (uses_lanes(group) && task % max_panels < panels_of(group)) pack(group, task % max_panels);
+        if (task % max_panels < group.panels()) pack(group, task % max_panels);
       });
     double flops = 2.0 * pairs * a.H * a.I, weights = double(n) * a.H * a.I * sizeof(WT);
-    int i_block = min_int(64, max_int(8, int(131072 / (size_t(a.H) * 2 * sizeof(WT))) & ~7));
-    int i_tasks = ceil_div(a.I, i_block);
+    int i_block = block_rows(size_t(a.H) * 2 * sizeof(WT)), i_tasks = ceil_div(a.I, i_block);
     parallel(n * i_tasks, estimate_us(flops * 2, weights * 2), [&](int task, int worker) {
       const Group &group = groups[task / i_tasks];
       int i0 = task % i_tasks * i_block, i1 = min_int(a.I, i0 + i_block);
-      if (uses_lanes(group))
+      if (group.lanes > 0)
         gate_up_lanes(group, i0, i1, (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.H)));
-      else
-        gate_up_dot(group, i0, i1);
+      if (group.lanes < group.count) gate_up_dot(group, i0, i1);
     });
-    int h_block = min_int(64, max_int(8, int(131072 / (size_t(n) * a.I * sizeof(WT))) & ~7));
+    int h_block = max_panels > 0 ? kBlock : block_rows(size_t(n) * a.I * sizeof(WT));
     parallel(ceil_div(a.H, h_block), estimate_us(flops, weights), [&](int task, int worker) {
       int h0 = task * h_block, h1 = min_int(a.H, h0 + h_block);
-      char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.I));
+      char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(kBlock, a.I));
       for (int i = 0; i < n; ++i) {
-        if (uses_lanes(groups[i]))
-          down_lanes(groups[i], h0, h1, scratch);
-        else
-          down_dot(groups[i], h0, h1);
+        if (groups[i].lanes > 0) down_lanes(groups[i], h0, h1, scratch);
+        if (groups[i].lanes < groups[i].count) down_dot(groups[i], h0, h1);
       }
     });
   }
 
+  // Rows per task: about 128 KiB of weights, a multiple of 8, at most kBlock.
+  static int block_rows(size_t row_bytes) { return min_int(kBlock, max_int(8, int(131072 / row_bytes) & ~7)); }
+
   void run() {
     bool any_dot = false;
-    for (int i = 0; i < g.n_groups; ++i) any_dot = any_dot || !uses_lanes(g.groups[i]);
+    for (int i = 0; i < g.n_groups; ++i) any_dot = any_dot || g.groups[i].lanes < g.groups[i].count;
     x_ld = a.xs;
     if constexpr (sizeof(XT) == sizeof(E)) {
       x_rows = (const E *)a.x;
@@ -252,8 +252,7 @@ struct Experts {
       int n = 0;
       size_t bytes = 0;
       while (first + n < g.n_groups) {
-        const Group &group = g.groups[first + n];
-        size_t more = uses_lanes(group) ? panels_of(group) * (x_panel + h_panel) : 0;
+        size_t more = g.groups[first + n].panels() * (x_panel + h_panel);
         if (n > 0 && bytes + more > budget) break;
         bytes += more;
         ++n;

@@ -24,7 +24,7 @@ template <class M, class XT, class WT>
 static void linear_dot(const LinearArgs &a) {
   using E = typename M::Elem;
   E *copy = (E *)shared_scratch(0, size_t(a.T) * a.K * sizeof(E));
-  const E *x[kMaxDotTokens];
+  const E *x[kMaxDotTokens] = {};
   for (int t = 0; t < a.T; ++t)
     x[t] = as_elements((const XT *)a.x + t * a.xs, copy + size_t(t) * a.K, a.K);
   int block = max_int(8, int(131072 / (size_t(a.K) * sizeof(WT))) & ~7);

@@ -39,7 +39,20 @@ static inline V v_min(V a, V b) { return _mm512_min_ps(a, b); }
 static inline V v_where_less(V a, V b, V x, V y) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
-static inline float v_sum(V x) { return _mm512_reduce_add_ps(x); }
+// Four sums at once. v_sum adds in the same order, so a row's result does not depend on what is computed beside it.
+static inline void v_sum4(V a, V b, V c, V d, float *out) {
+  V ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  V cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  V s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+static inline float v_sum(V x) {
+  V s = _mm512_add_ps(x, _mm512_shuffle_ps(x, x, 0x4e));
+  s = _mm512_add_ps(s, _mm512_shuffle_ps(s, s, 0xb1));
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+  return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
 static inline V v_round(V x) { return _mm512_roundscale_ps(x, 0); }
 // x * 2^n for integral n.
 static inline V v_scale2(V x, V n) { return _mm512_scalef_ps(x, n); }

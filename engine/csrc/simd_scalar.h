@@ -54,6 +54,7 @@ static inline V v_max(V a, V b) { return v_select((VI)(a > b), a, b); }
 static inline V v_min(V a, V b) { return v_select((VI)(a < b), a, b); }
 static inline V v_where_less(V a, V b, V x, V y) { return v_select((VI)(a < b), x, y); }
 static inline float v_sum(V x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+static inline void v_sum4(V a, V b, V c, V d, float *out) { v_store(out, V{v_sum(a), v_sum(b), v_sum(c), v_sum(d)}); }
 static inline V v_round(V x) { return V{rintf(x[0]), rintf(x[1]), rintf(x[2]), rintf(x[3])}; }
 static inline V v_scale2(V x, V n) {
   return V{ldexpf(x[0], int(n[0])), ldexpf(x[1], int(n[1])), ldexpf(x[2], int(n[2])), ldexpf(x[3], int(n[3]))};
