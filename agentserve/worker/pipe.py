@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -133,8 +134,8 @@ class ServerPipe(asyncio.Protocol):
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # Not isinstance: uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         on_frame, decode = self._on_frame, self._decode
