@@ -31,7 +31,14 @@ async def run(question: str, command: list[str], base_url: str, token: str) -> s
         previous: dict[str, str] = {}
         while True:
             await connection.send(
-                {"type": "response.create", "model": "demo", "input": items, "tools": tools, "temperature": 0, **previous}  # pyright: ignore
+                {
+                    "type": "response.create",
+                    "model": "demo",
+                    "input": items,
+                    "tools": tools,
+                    "temperature": 0,
+                    **previous,
+                }  # pyright: ignore
             )
             response = await _completed(connection)
             previous = {"previous_response_id": response.id}

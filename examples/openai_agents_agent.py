@@ -38,7 +38,9 @@ async def main(question: str) -> None:
         tools=[get_weather],
         model_settings=ModelSettings(temperature=0.0),
     )
-    result = Runner.run_streamed(agent, question, run_config=RunConfig(model_provider=provider), auto_previous_response_id=True)
+    result = Runner.run_streamed(
+        agent, question, run_config=RunConfig(model_provider=provider), auto_previous_response_id=True
+    )
     async for event in result.stream_events():
         if event.type == "run_item_stream_event":
             print(f"[{event.name}]")

@@ -109,7 +109,9 @@ def main(question: str) -> None:
                         if item.type == "function_call":
                             output = call(item.name, item.arguments)
                             print(f"[{item.name}({item.arguments}) -> {output}]")
-                            new_items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
+                            new_items.append(
+                                {"type": "function_call_output", "call_id": item.call_id, "output": output}
+                            )
                     break
 
 

@@ -39,6 +39,7 @@ class Turn:
     thinking: str
     answer: str
     must: tuple[str, ...] = ()
+    note: str = ""  # a system message in the middle of the conversation, before the user's
 
 
 @dataclass
@@ -58,8 +59,12 @@ class Writer:
         filler_characters: int = 0,
         tool_count: int | None = None,
         lines: int = 0,
-    ):
-        self.rng, self.held_out, self.lines = rng, held_out, lines
+        paste: float = 0.0,
+    ) -> None:
+        """filler_characters: irrelevant text in the system prompt.  tool_count: None for a random number.
+        lines: length of settings files (0: a few).  paste: share of user messages that carry irrelevant text too.
+        """
+        self.rng, self.held_out, self.lines, self.paste = rng, held_out, lines, paste
         self.chains: list[tuple[Tool, Tool, Chain]] = []
         self.facts: list[tuple[str, str]] = []
         self.last: Call | None = None
@@ -143,9 +148,26 @@ class Writer:
 
     def turn(self) -> Turn:
         """Write one more turn, append it to the session and return it."""
-        made = self._turn()
+        made = self._disturb(self._turn())
         self.session.turns.append(made)
         return made
+
+    def _disturb(self, turn: Turn) -> Turn:
+        """Now and then surround the message with what agents inject: pasted text, reminders, system notes."""
+        rng = self.rng
+        r = rng.random()
+        if r < self.paste:
+            text = special.filler(
+                rng, rng.randint(100, 900) if rng.random() < 0.8 else rng.randint(900, 3000)
+            )
+            joined = f"{text}\n\n{turn.user}" if rng.random() < 0.5 else f"{turn.user}\n\n{text}"
+            return replace(turn, user=joined)
+        if r > 0.985:
+            note = values.sentence(rng)
+            return replace(turn, user=f"<system-reminder>{note}</system-reminder>\n{turn.user}")
+        if r > 0.975:
+            return replace(turn, note=expand(phrasing.NOTE, rng, {"s": values.sentence(rng)}))
+        return turn
 
     def _turn(self) -> Turn:
         rng, tools = self.rng, self.session.tools

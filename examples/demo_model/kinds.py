@@ -28,7 +28,7 @@ class Arg:
 class Kind:
     """A recipe for one tool. All phrases are in the language of grammar.py.
 
-    imp: imperative requests ("check the weather in {city}").  ask: questions or statements, without final mark.
+    imp: imperative requests ("check the weather in {city}").  ask: whole questions, without final mark.
     out: result fields, "key~synonym=maker" separated by ";" (makers as in values.make).
     text: results as plain text.  say: answers.  topic: what the call is about, for the thinking.
     follow: the argument that a follow-up ("and in Rome?") changes.

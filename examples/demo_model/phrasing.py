@@ -170,6 +170,7 @@ TALK = [
     ("[say|type|write|repeat] {say}[.|]", "{say}"), ("[please |]repeat after me: {say}", "{say}"),
     ("[what day is it|what's the date|what time is it][?|]", "I do not have a clock here.|I cannot see a clock, so I do not know."),
 ]  # fmt: skip
+NOTE = "[Reminder|Note|Info]: {s}.|{s}.|Be brief.|The context was edited.|[Tokens left|Budget]: a lot. {s}."
 CANNOT = "I have no tool for that.|I cannot do that with my tools.|Sorry, I have no tool for that.|None of my tools can do that."
 ABILITIES = "[what can you do|what are you able to do|how can you help me|what can you help me with|which tools do you have|what tools do you have|list your tools|what are your abilities|what do you do|what are you good at|show me what you can do|help me understand what you can do][?|]"
 

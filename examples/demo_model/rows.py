@@ -89,7 +89,14 @@ def turn_pieces(turn: Turn, thinking: str, learn: bool) -> list[Piece]:
     def shown(text: str) -> str | None:
         return text if thinking == "keep" else "" if thinking == "empty" else None
 
-    pieces = user_pieces(turn.user)
+    pieces = []
+    if turn.note:
+        pieces = [
+            Piece("<|im_start|>system\n", LITERAL),
+            Piece(turn.note, CONTENT),
+            Piece("<|im_end|>\n", LITERAL),
+        ]
+    pieces += user_pieces(turn.user)
     for step in turn.steps:
         pieces += assistant_pieces(shown(step.thinking), "", [call_json(call) for call in step.calls], learn)
         pieces += result_pieces([call.result for call in step.calls])
