@@ -5,7 +5,7 @@ turn.py is written against these, tests/fakes/ has small ones.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -212,8 +212,11 @@ class Worker(Protocol):
     @property
     def load(self) -> Load | None: ...
 
-    def run(self, start: StartTurn) -> AsyncGenerator[TurnFrame, None]:
-        """Frames of one turn, ending with TurnFinished or TurnFailed. Closing it early cancels the turn."""
+    def run(self, start: StartTurn, on_tokens: Callable[[Tokens], bool] | None = None) -> AsyncGenerator[TurnFrame, None]:
+        """Frames of one turn, ending with TurnFinished or TurnFailed. Closing it early cancels the turn.
+
+        on_tokens: may be offered Tokens frames as they arrive, in order; True means taken. It must not block or raise.
+        """
         ...
 
     def cancel(self, turn_id: str) -> None: ...

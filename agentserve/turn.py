@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -115,6 +115,7 @@ class Turn:
         self._queued = False
         self._started = False
         self._enough = False
+        self._broken: Exception | None = None
         self._generated: list[int] = []
         self._reasoning_tokens = 0
         self._held: Delta | None = None
@@ -183,9 +184,11 @@ class Turn:
         self._started = True
         if self.cancelled:
             return _nothing(self.request.id, len(rendered.ids))
-        async with aclosing(self.services.worker.run(start)) as frames:
+        async with aclosing(self.services.worker.run(start, self._take(parser))) as frames:
             async for frame in frames:
                 if type(frame) is Tokens:
+                    if self._broken is not None:
+                        raise self._broken
                     if not self._enough:
                         self._tokens(frame, parser)
                         if self.sink.full:
@@ -289,6 +292,22 @@ class Turn:
             priority=request.options.priority,
             generate=request.generate,
         )
+
+    def _take(self, parser: StreamParser) -> Callable[[Tokens], bool]:
+        """Tokens on their short way. What cannot be handled there (a full sink, an error) takes the long one."""
+
+        def take(frame: Tokens) -> bool:
+            if self._broken is not None or self.sink.full:
+                return False
+            try:
+                if not self._enough:
+                    self._tokens(frame, parser)
+            except Exception as exc:
+                self._broken = exc
+                return False
+            return True
+
+        return take
 
     def _tokens(self, frame: Tokens, parser: StreamParser) -> None:
         if not self._generated:

@@ -106,7 +106,7 @@ class FakeWorker:
         self.forgotten: list[str] = []
         self._stop: dict[str, asyncio.Event] = {}
 
-    async def run(self, start: StartTurn) -> AsyncGenerator[TurnFrame, None]:
+    async def run(self, start: StartTurn, on_tokens: Callable[[Tokens], bool] | None = None) -> AsyncGenerator[TurnFrame, None]:
         self.starts.append(start)
         stop = self._stop[start.turn_id] = asyncio.Event()
         script = self.scripts.popleft() if self.scripts else self.default
@@ -127,6 +127,8 @@ class FakeWorker:
                     continue
                 if isinstance(step, Tokens):
                     output += len(step.ids)
+                if isinstance(step, Tokens) and on_tokens is not None and on_tokens(step):
+                    continue
                 ended = isinstance(step, TurnFinished | TurnFailed)
                 yield step
                 await asyncio.sleep(0)
