@@ -1,0 +1,23 @@
+"""Incremental ids → text. Holds back bytes of an unfinished character; loses nothing."""
+
+from __future__ import annotations
+
+import codecs
+
+from agentserve.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """One stream. `push` returns the characters that are complete, `flush` the rest (broken UTF-8 as U+FFFD)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return text

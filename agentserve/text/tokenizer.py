@@ -1,0 +1,196 @@
+"""Text ↔ token ids of the served model. No template, no sessions; see renderer.py for what is done with it.
+
+Two rules hold here. Text that came from outside is encoded with every marker of the tokenizer switched off, so a marker
+inside it stays ordinary text. And only `encode_batch_fast` is used: it releases the interpreter lock, while `encode` held
+it for 255 ms on 400 kB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer as BaseTokenizer
+
+from agentserve.text.bytetable import byte_table
+from agentserve.text.errors import TokenizerError
+
+CACHE_IDS = 4_000_000
+"""Ids kept in the encoding cache: 16 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An added token that a template may write. lstrip/rstrip: it swallows the white space beside it."""
+
+    text: str
+    id: int
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    definition: content of tokenizer.json. config: content of tokenizer_config.json (names of bos, eos …).
+    Raises TokenizerError if a marker would still come out of plain text.
+    """
+
+    def __init__(self, definition: str, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            spec = json.loads(definition)
+            added = spec.get("added_tokens") or []
+            # White space runs are ordinary vocabulary of some tokenizers; everything else that was added is a marker.
+            self.markers: Mapping[str, Marker] = {
+                t["content"]: Marker(t["content"], t["id"], t["special"], t.get("lstrip", False), t.get("rstrip", False))
+                for t in added
+                if t["content"].strip()
+            }
+            # `encode_special_tokens` leaves alone only tokens flagged special, and Qwen's <tool_call> is not one of them.
+            for token in added:
+                token["special"] = bool(token["content"].strip())
+            self._plain = BaseTokenizer.from_str(json.dumps(spec))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+        self._plain.encode_special_tokens = True
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        self.config: Mapping[str, Any] = dict(config or {})
+        self.vocab_size: int = self._plain.get_vocab_size(with_added_tokens=True)
+        self.marker_by_id: Mapping[int, Marker] = {m.id: m for m in self.markers.values()}
+        self._bytes = byte_table(self._plain, spec, self.marker_by_id)
+        self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._cached_ids = 0
+        self._lock = threading.Lock()
+        self._anchor: np.ndarray | None = None
+        self._anchor = self._find_anchor()
+        self._broken = self._find_broken()
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read tokenizer.json and, if there, tokenizer_config.json."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path} is missing; only models with a tokenizer.json are supported")
+        config_path = directory / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        return cls(path.read_text(encoding="utf-8"), config)
+
+    def special(self, name: str) -> str | None:
+        """Text of `bos_token`, `eos_token` … as the config has it."""
+        value = self.config.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def marker_ids(self, *texts: str) -> tuple[int, ...]:
+        """Ids of those texts that are one token here."""
+        return tuple(self.markers[t].id for t in texts if t in self.markers)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token, which may be part of a character; empty for an id outside the vocabulary."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, markers included; broken UTF-8 becomes U+FFFD."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", "replace")
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode each text on its own, with markers as plain text. Returns uint32 arrays (shared: do not write)."""
+        digests = [xxhash.xxh3_128_digest(t.encode("utf-8", "surrogatepass")) for t in texts]
+        missing: dict[bytes, str] = {}
+        with self._lock:
+            found = {d: self._cache[d] for d in digests if d in self._cache}
+        for digest, text in zip(digests, texts, strict=True):
+            if digest not in found:
+                missing[digest] = text
+        if missing:
+            found.update(zip(missing, self._encode(list(missing.values())), strict=True))
+        with self._lock:
+            for digest, ids in found.items():
+                self._keep(digest, ids)
+        return [found[d] for d in digests]
+
+    def _keep(self, digest: bytes, ids: np.ndarray) -> None:
+        old = self._cache.pop(digest, None)
+        self._cache[digest] = ids
+        self._cached_ids += len(ids) - (len(old) if old is not None else 0)
+        while self._cached_ids > CACHE_IDS and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_ids -= len(dropped)
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        pieces: list[str] = []
+        counts: list[int] = []
+        for text in texts:
+            # A lone surrogate has no UTF-8; JSON can carry one.
+            clean = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
+            parts = self._break_up(clean)
+            pieces += parts
+            counts.append(len(parts))
+        ids = self._encode_raw(pieces)
+        out: list[np.ndarray] = []
+        at = 0
+        for count in counts:
+            run = ids[at : at + count]
+            out.append(run[0] if count == 1 else np.concatenate(run) if run else np.empty(0, np.uint32))
+            at += count
+        for array in out:
+            array.flags.writeable = False
+        return out
+
+    def _encode_raw(self, pieces: list[str]) -> list[np.ndarray]:
+        anchor = self._anchor
+        if anchor is None:
+            batch = self._plain.encode_batch_fast(pieces, add_special_tokens=False)
+            return [np.array(e.ids, np.uint32) for e in batch]
+        batch = self._plain.encode_batch_fast(["\n" + p for p in pieces], add_special_tokens=False)
+        out = [np.array(e.ids, np.uint32) for e in batch]
+        n = len(anchor)
+        return [a[n:] if np.array_equal(a[:n], anchor) else a for a in out]
+
+    def _find_anchor(self) -> np.ndarray | None:
+        """Ids of a line break if this tokenizer puts a space before the start of a text, else None.
+
+        Such a tokenizer must see every text after something, because all our texts are pieces of a longer one.
+        """
+        newline, alone, after = self._encode_raw(["\n", "a", "\na"])
+        if np.array_equal(after[len(newline) :], alone):
+            return None
+        return newline
+
+    def _find_broken(self) -> re.Pattern[str] | None:
+        """Markers that plain text would still produce (their text is also a word of the model): cut in two before encoding."""
+        texts = list(self.markers)
+        encoded = self._encode_raw(texts) if texts else []
+        guilty = [t for t, ids in zip(texts, encoded, strict=True) if self.markers[t].id in ids.tolist()]
+        if any(len(t) < 2 for t in guilty):
+            short = next(t for t in guilty if len(t) < 2)
+            raise TokenizerError(
+                f"marker {short!r} is one character of plain text; contents cannot be told from control tokens"
+            )
+        if not guilty:
+            return None
+        return re.compile("|".join(re.escape(t) for t in sorted(guilty, key=len, reverse=True)))
+
+    def _break_up(self, text: str) -> list[str]:
+        if self._broken is None:
+            return [text]
+        pieces: list[str] = []
+        start = 0
+        for match in self._broken.finditer(text):
+            middle = match.start() + 1
+            pieces.append(text[start:middle])
+            start = middle
+        pieces.append(text[start:])
+        return pieces
