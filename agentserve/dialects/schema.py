@@ -1,0 +1,54 @@
+"""Types of a tool's parameters, read from its JSON schema, and bare text → a value of that type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentserve.protocol.items import FunctionTool, Tool
+
+Types = frozenset[str]
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+
+
+def parameter_types(name: str, tools: Sequence[Tool]) -> Mapping[str, Types]:
+    """JSON type names of each parameter of a tool; absent where the schema says nothing."""
+    tool = next((t for t in tools if isinstance(t, FunctionTool) and t.name == name), None)
+    properties = ((tool.parameters or {}) if tool else {}).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    found = {key: _types(schema) for key, schema in properties.items()}
+    return {key: types for key, types in found.items() if types}
+
+
+def _types(schema: Any) -> Types:
+    if not isinstance(schema, dict):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset((kind,))
+    if isinstance(kind, list):
+        return frozenset(k for k in kind if isinstance(k, str))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            return frozenset().union(*(_types(s) for s in schema[word]))
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return frozenset(_NAMES[type(v)] for v in values if type(v) in _NAMES)
+
+
+def typed_value(text: str, types: Types | None) -> Any:
+    """The value that `text` stands for. What fits none of the types stays a string: the tool's own error says more."""
+    if not types or types == {"string"}:
+        return text
+    word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return text
+    kind = _NAMES[type(value)]
+    if kind in types or (kind == "integer" and "number" in types):
+        return value
+    if kind == "number" and "integer" in types and float(value).is_integer():
+        return int(value)
+    return text

@@ -1,0 +1,198 @@
+"""Generated ids → deltas, for any dialect.
+
+A marker that is one token of the tokenizer is recognised by its id alone: the same characters spelled by other tokens are
+text. A marker that is not one token is looked for in the text, and any suffix that may become one is held back. So the
+result does not depend on how the stream was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from agentserve.dialects.base import CallParser, Dialect
+from agentserve.interfaces import Delta, ReasoningDelta, TextDelta
+from agentserve.protocol.items import Tool
+from agentserve.text.detokenizer import Detokenizer
+from agentserve.text.tokenizer import Tokenizer
+from statecache.types import MarkerTable
+
+
+class _State(Enum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+class DialectParser:
+    """Implements interfaces.StreamParser.
+
+    opens_reasoning: the prompt ends inside an open thinking block.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        tokenizer: Tokenizer,
+        table: MarkerTable,
+        tools: Sequence[Tool] = (),
+        *,
+        opens_reasoning: bool = False,
+    ) -> None:
+        self._dialect = dialect
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._detokenizer = Detokenizer(tokenizer)
+        self._ends = frozenset(table.turn_end)
+        self._by_id: dict[int, str] = {}
+        self._by_text: list[str] = []
+        markers = dialect.markers
+        for text, ids in (
+            (markers.think_open, table.think_open),
+            (markers.think_close, table.think_close),
+            (markers.call_open, table.call_open),
+            (markers.call_close, table.call_close),
+        ):
+            if ids:
+                self._by_id.update(dict.fromkeys(ids, text))
+            elif text:
+                self._by_text.append(text)
+        self._state = _State.REASONING if opens_reasoning else _State.TEXT
+        self._held = ""
+        self._blank = ""
+        self._fresh = True
+        self._call: CallParser | None = None
+        self._raw_call: list[str] = []
+        self._out: list[Delta] = []
+
+    def push(self, ids: Sequence[int]) -> list[Delta]:
+        for token in ids:
+            token = int(token)
+            if token in self._ends:
+                self._text(self._detokenizer.flush())
+                continue
+            marker = self._by_id.get(token)
+            if marker is not None:
+                self._text(self._detokenizer.flush())
+                self._release()
+                self._mark(marker)
+                continue
+            known = self._tokenizer.marker_by_id.get(token)
+            if known is not None and known.special:
+                continue  # padding and the like: it carries no text
+            self._text(self._detokenizer.push(token))
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """What was held back. An open call that cannot be completed gets no CallClose; one that never began is text."""
+        self._text(self._detokenizer.flush())
+        self._release()
+        if self._call is not None:
+            self._end_call(closed=False)
+        return self._take()
+
+    def _take(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
+
+    # ── markers spelled as text ──────────────────────────────────────────────────────────────────────────────────
+
+    def _text(self, text: str) -> None:
+        if not text:
+            return
+        if not self._by_text:
+            self._emit(text)
+            return
+        self._held += text
+        while self._held:
+            wanted = self._wanted()
+            found = min(((at, m) for m in wanted if (at := self._held.find(m)) >= 0), default=None)
+            if found is None:
+                keep = max((_overlap(self._held, m) for m in wanted), default=0)
+                ready = self._held[: len(self._held) - keep]
+                self._held = self._held[len(ready) :]
+                self._emit(ready)
+                return
+            at, marker = found
+            ready, rest = self._held[:at], self._held[at:]
+            self._held = ""
+            self._emit(ready)
+            if self._call is not None and self._call.inside_value:
+                self._emit(rest[0])
+                self._held = rest[1:]
+            else:
+                self._held = rest[len(marker) :]
+                self._mark(marker)
+
+    def _wanted(self) -> list[str]:
+        if self._state is _State.CALL:
+            return [m for m in self._by_text if m == self._dialect.markers.call_close]
+        return self._by_text
+
+    def _release(self) -> None:
+        held, self._held = self._held, ""
+        self._emit(held)
+
+    # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _mark(self, marker: str) -> None:
+        markers = self._dialect.markers
+        if self._call is not None:
+            if marker == markers.call_close:
+                self._end_call(closed=True)
+            else:
+                self._emit(marker)
+        elif marker == markers.call_open:
+            self._enter(_State.CALL)
+            self._call = self._dialect.call_parser(self._tools)
+            self._raw_call = []
+        elif marker == markers.think_open:
+            self._enter(_State.REASONING)
+        elif marker == markers.think_close:
+            self._enter(_State.TEXT)
+        # A closing call marker outside of a call closes nothing.
+
+    def _enter(self, state: _State) -> None:
+        self._state = state
+        self._blank = ""
+        self._fresh = True
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if self._call is not None:
+            self._raw_call.append(text)
+            self._out += self._call.push(text)
+            return
+        if self._dialect.trims:
+            # Outer white space belongs to the template; what is inside must wait until something follows it.
+            if self._fresh:
+                text = text.lstrip()
+                if not text:
+                    return
+                self._fresh = False
+            text = self._blank + text
+            kept = text.rstrip()
+            self._blank = text[len(kept) :]
+            text = kept
+        if text:
+            self._out.append(ReasoningDelta(text) if self._state is _State.REASONING else TextDelta(text))
+
+    def _end_call(self, *, closed: bool) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        deltas = call.finish(closed)
+        self._enter(_State.TEXT)
+        if deltas is not None:
+            self._out += deltas
+            return
+        markers = self._dialect.markers
+        self._out.append(TextDelta(markers.call_open + "".join(self._raw_call) + (markers.call_close if closed else "")))
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
