@@ -1,0 +1,213 @@
+"""Context items → the messages that chat templates read, with every content made opaque.
+
+A run of reasoning, text and calls becomes one assistant message; what a message cannot hold in its own order (text after a
+call, reasoning after text) starts the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentserve.protocol.items import (
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    Item,
+    Message,
+    Reasoning,
+    Tool,
+)
+from agentserve.text.opaque import ContentTable, Document
+
+Role = Literal["system", "user", "assistant", "tool"]
+Trim = Literal["none", "space", "lines"]
+
+CUSTOM_INPUT = "input"
+"""Argument under which a custom tool's free text travels; the model sees a function with this one string parameter."""
+
+ERROR_PREFIX = "Error: "
+"""Put before a failed MCP result, which has no other place in a chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trims:
+    """White space that the template takes off a content, per side, by field (see probe.py). We take it off before."""
+
+    sides: dict[str, tuple[Trim, Trim]] = field(default_factory=dict)
+
+    def apply(self, text: str, field_name: str) -> str:
+        left, right = self.sides.get(field_name, ("none", "none"))
+        if left != "none":
+            text = text.lstrip() if left == "space" else text.lstrip("\n")
+        if right != "none":
+            text = text.rstrip() if right == "space" else text.rstrip("\n")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a template accepts (see probe.py).
+
+    late_system: takes a system message in mid-conversation, in place. repeats: takes two user messages in a row.
+    system: takes a system message at all.
+    """
+
+    trims: Trims = field(default_factory=Trims)
+    late_system: bool = True
+    repeats: bool = True
+    system: bool = True
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """One template message under construction. items: indices of the context items in it."""
+
+    role: Role
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
+    call_id: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self.role, "content": "".join(self.content)}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        return message
+
+
+def call_arguments(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
+    """Arguments as an object; text that is not one (a broken call that the client kept) goes under `input`."""
+    if isinstance(item, CustomToolCall):
+        return {CUSTOM_INPUT: item.input}
+    try:
+        value = json.loads(item.arguments) if item.arguments.strip() else {}
+    except ValueError:
+        value = item.arguments
+    return value if isinstance(value, dict) else {CUSTOM_INPUT: value}
+
+
+def tool_documents(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form that chat templates expect."""
+    out: list[dict[str, Any]] = []
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            parameters = tool.parameters or {"type": "object", "properties": {}}
+        else:
+            text = {"type": "string", "description": "Free text for the tool."}
+            parameters = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
+        function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+        out.append({"type": "function", "function": function})
+    return out
+
+
+class MessageBuilder:
+    """Builds the messages of one rendering; contents go to `table`."""
+
+    def __init__(self, table: ContentTable, habits: Habits) -> None:
+        self.table = table
+        self.habits = habits
+        self._names: dict[str, str] = {}
+
+    def build(self, instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
+        messages: list[ChatMessage] = []
+        system = ChatMessage("system")
+        if instructions:
+            self._append(system.content, instructions, -1, "system")
+        start = 0
+        for index, item in enumerate(items):
+            if not (isinstance(item, Message) and item.role in ("system", "developer")):
+                break
+            self._append(system.content, item.text, index, "system")
+            system.items.append(index)
+            start = index + 1
+        if system.content:
+            messages.append(system)
+        for index in range(start, len(items)):
+            self._add(messages, items[index], index)
+        if not self.habits.system:
+            self._fold_system(messages)
+        return messages if self.habits.repeats else list(_merge_repeats(messages))
+
+    def _opaque(self, text: str, item: int, name: str) -> str:
+        return self.table.add(self.habits.trims.apply(text, name), item, name)
+
+    def _append(self, parts: list[str], text: str, item: int, name: str) -> None:
+        if sentinel := self._opaque(text, item, name):
+            parts += ["\n\n", sentinel] if parts else [sentinel]
+
+    def _add(self, messages: list[ChatMessage], item: Item, index: int) -> None:
+        match item:
+            case Message(role="assistant"):
+                message = self._assistant(messages, closed_by=lambda m: bool(m.calls))
+                self._append(message.content, item.text, index, "text")
+                message.items.append(index)
+            case Reasoning():
+                message = self._assistant(messages, closed_by=lambda m: bool(m.calls or m.content))
+                self._append(message.reasoning, item.text, index, "reasoning")
+                message.items.append(index)
+            case FunctionCall() | CustomToolCall():
+                message = self._assistant(messages, closed_by=lambda m: False)
+                self._names[item.call_id] = item.name
+                function = {
+                    "name": self._opaque(item.name, index, "name"),
+                    "arguments": Document(call_arguments(item), self.table, index, "arguments"),
+                }
+                message.calls.append({"id": item.call_id, "type": "function", "function": function})
+                message.items.append(index)
+            case FunctionCallOutput() | CustomToolCallOutput():
+                failed = isinstance(item, FunctionCallOutput) and item.is_error is True
+                text = ERROR_PREFIX + item.text if failed else item.text
+                message = ChatMessage("tool", [self._opaque(text, index, "output")], items=[index], call_id=item.call_id)
+                messages.append(message)
+            case Message(role="user"):
+                messages.append(ChatMessage("user", [self._opaque(item.text, index, "user")], items=[index]))
+            case Message():
+                messages.append(self._late_system(item, index))
+
+    def _late_system(self, item: Message, index: int) -> ChatMessage:
+        if self.habits.late_system:
+            return ChatMessage("system", [self._opaque(item.text, index, "system")], items=[index])
+        # Where it was said matters more than its role: moved to the front it would change every later position.
+        content = ["<system-reminder>\n", self._opaque(item.text, index, "user"), "\n</system-reminder>"]
+        return ChatMessage("user", content, items=[index])
+
+    def _assistant(self, messages: list[ChatMessage], closed_by: Any) -> ChatMessage:
+        if messages and messages[-1].role == "assistant" and not closed_by(messages[-1]):
+            return messages[-1]
+        messages.append(ChatMessage("assistant"))
+        return messages[-1]
+
+    def _fold_system(self, messages: list[ChatMessage]) -> None:
+        """A template without a system role gets its text at the head of the first user message."""
+        if not messages or messages[0].role != "system":
+            return
+        system = messages.pop(0)
+        if messages and messages[0].role == "user":
+            messages[0].content = [*system.content, "\n\n", *messages[0].content]
+            messages[0].items = system.items + messages[0].items
+        else:
+            messages.insert(0, ChatMessage("user", system.content, items=system.items))
+
+
+def _merge_repeats(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    held: ChatMessage | None = None
+    for message in messages:
+        if held is not None and held.role == message.role == "user":
+            held.content += ["\n\n", *message.content]
+            held.items += message.items
+            continue
+        if held is not None:
+            yield held
+        held = message
+    if held is not None:
+        yield held

@@ -1,0 +1,81 @@
+"""Everything that the server knows about a model's text, behind interfaces.Text. app.py builds one per model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from agentserve.dialects.base import Dialect
+from agentserve.dialects.registry import dialect_of, get_dialect
+from agentserve.dialects.stream import DialectParser
+from agentserve.errors import TurnFailure
+from agentserve.interfaces import Rendered, RenderRequest
+from agentserve.protocol.items import OutputItem
+from agentserve.text.aliases import AliasBook, NoAliases
+from agentserve.text.errors import TemplateError
+from agentserve.text.planner import Planner
+from agentserve.text.probe import Traits, probe
+from agentserve.text.renderer import ExactRendered, Renderer
+from agentserve.text.template import ChatTemplate
+from agentserve.text.tokenizer import Tokenizer
+from statecache.types import MarkerTable
+
+
+class ModelText:
+    """Implements interfaces.Text for one tokenizer and chat template."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, *, dialect: str | None = None, book: AliasBook | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.dialect: Dialect = get_dialect(dialect or dialect_of(template.source))
+        self.traits: Traits = probe(template, self.dialect.markers.think_open)
+        self.markers = marker_table(tokenizer, self.dialect, self.traits)
+        self.planner = Planner(tokenizer, template, self.traits, self.dialect, self.markers)
+        self.renderer = Renderer(tokenizer, self.planner, self.markers, book or NoAliases())
+
+    @classmethod
+    def load(cls, directory: Path, *, dialect: str | None = None, book: AliasBook | None = None) -> ModelText:
+        """Read a checkpoint directory's tokenizer and template. Raises TokenizerError or TemplateError."""
+        tokenizer = Tokenizer.load(directory)
+        return cls(tokenizer, ChatTemplate.load(directory, tokenizer.config), dialect=dialect, book=book)
+
+    def render(self, request: RenderRequest) -> ExactRendered:
+        """Ids of a context. A context that the template refuses ends the turn (TurnFailure `invalid_prompt`), not the server."""
+        try:
+            return self.renderer.render(request)
+        except TemplateError as error:
+            raise TurnFailure("invalid_prompt", str(error), "input") from error
+
+    def parser(self, request: RenderRequest, rendered: Rendered) -> DialectParser:
+        return DialectParser(
+            self.dialect, self.tokenizer, self.markers, request.tools, opens_reasoning=rendered.opens_reasoning
+        )
+
+    def learn(self, request: RenderRequest, rendered: Rendered, output: Sequence[OutputItem], generated: np.ndarray) -> None:
+        self.renderer.learn(request, rendered, output, generated)
+
+    def token_text(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id)
+
+
+def marker_table(tokenizer: Tokenizer, dialect: Dialect, traits: Traits) -> MarkerTable:
+    """Ids of the dialect's markers under this tokenizer. Turn ends: the marker behind an answer in history, and eos."""
+    close = traits.turn_close
+    first = min(
+        ((at, t) for t in tokenizer.markers if (at := close.find(t)) >= 0), default=None, key=lambda p: (p[0], -len(p[1]))
+    )
+    ends = [first[1]] if first is not None and not close[: first[0]].strip() else []
+    eos = tokenizer.special("eos_token")
+    if eos and eos not in ends:
+        ends.append(eos)
+    texts = dialect.markers
+    return MarkerTable(
+        think_open=tokenizer.marker_ids(texts.think_open),
+        think_close=tokenizer.marker_ids(texts.think_close),
+        call_open=tokenizer.marker_ids(texts.call_open),
+        call_close=tokenizer.marker_ids(texts.call_close),
+        turn_end=tokenizer.marker_ids(*ends),
+    )
