@@ -85,7 +85,8 @@ def _logits(rows: np.ndarray, digest: int) -> np.ndarray:
 
 @dataclass
 class HashModel:
-    """forwards: lengths of every pass's slices, to check schedules. poison_at: requests that see this token get NaN logits."""
+    """forwards: (context, length) of every pass's slices, to check schedules. nan_token: leaves NaN in the cache, so that
+    logits from there on are NaN. raise_token: the pass that sees it fails."""
 
     spec: ModelSpec = field(default_factory=make_spec)
     nan_token: int | None = None
@@ -162,20 +163,44 @@ class HashModel:
         return np.concatenate(parts, axis=1)
 
 
+class Plain:
+    """The same model over a plain token list: the independent computation that engines are compared with."""
+
+    def __init__(self, tokens: list[int], spec: ModelSpec | None = None) -> None:
+        spec = spec or make_spec()
+        self.attention = len(spec.attention_layers)
+        self.state = _State.zero(len(spec.delta_layers))
+        self.rows: list[np.ndarray] = []
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self.state.advance(token)
+        self.rows.append(_kv_rows(token, len(self.rows), self.state.digest(), self.attention).reshape(-1))
+
+    def logits(self) -> np.ndarray:
+        return _logits(np.stack(self.rows), self.state.digest())
+
+    def kv_bytes(self) -> np.ndarray:
+        """uint8 [tokens, kv_token_bytes], as a snapshot has them."""
+        return np.stack(self.rows).astype(np.float32).view(np.uint8)
+
+    def state_bytes(self) -> list[np.ndarray]:
+        """Per component, in layout order."""
+        parts = [p for pair in zip(self.state.delta, self.state.conv, strict=True) for p in pair]
+        return [p.astype(np.float32).reshape(-1).view(np.uint8) for p in parts]
+
+
 def expected_logits(tokens: list[int], spec: ModelSpec | None = None) -> np.ndarray:
     """Logits after `tokens`, from the list alone."""
-    spec = spec or make_spec()
-    state = _State.zero(len(spec.delta_layers))
-    rows = []
-    for position, token in enumerate(tokens):
-        state.advance(token)
-        rows.append(_kv_rows(token, position, state.digest(), len(spec.attention_layers)).reshape(-1))
-    return _logits(np.stack(rows), state.digest())
+    return Plain(tokens, spec).logits()
 
 
 def expected_tokens(prompt: list[int], count: int, spec: ModelSpec | None = None) -> list[int]:
     """The greedy continuation."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(expected_logits(tokens, spec).argmax()))
-    return tokens[len(prompt) :]
+    plain = Plain(prompt, spec)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(int(plain.logits().argmax()))
+        plain.push(tokens[-1])
+    return tokens
