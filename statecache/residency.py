@@ -14,7 +14,7 @@ from statecache.errors import SegmentBad, TierError, TierFull
 from statecache.eviction import Candidate, eviction_order
 from statecache.index.base import Index
 from statecache.policy import Policy
-from statecache.shelf import Shelf
+from statecache.shelf import Block, Shelf
 from statecache.types import BLOCK_TOKENS, Payload
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,14 @@ class Residency:
         shelf = self.shelf_of(record)
         return shelf is not None and shelf.holdings[record.id].logits_key is not None
 
+    def known_block(self, shelf: Shelf, path: Path) -> Block | None:
+        """The last full block of the deepest checkpoint of this path on a shelf; its ids were compared by the index."""
+        for _, mark in self.index.walk(path.salt, path.ids).marks(path.position):
+            holding = shelf.holdings.get(mark)
+            if holding is not None:
+                return holding.tail
+        return None
+
     def commit(self, record: Record, path: Path) -> None:
         """Make a record visible; its bytes must lie on a shelf by now."""
         assert self.shelf_of(record) is not None
@@ -62,14 +70,14 @@ class Residency:
 
     def write(self, shelf: Shelf, record: Record, path: Path, payload: Payload) -> int:
         """Make room and write. Raises TierError; then nothing of it is left."""
-        tail, stored = shelf.stored_blocks(path)
+        tail, stored = shelf.stored_blocks(path, self.known_block(shelf, path))
         starts_at = payload.kv[0].start if payload.kv else record.position
         if starts_at > stored * BLOCK_TOKENS:
             raise TierError(f"KV rows begin at {starts_at}, stored are {stored * BLOCK_TOKENS} tokens")
         shelf.hold(tail)  # making room must not take the blocks that this checkpoint builds on
         try:
             self.make_room(shelf, shelf.cost(path, stored, payload))
-            return shelf.write(record, path, payload)
+            return shelf.write(record, path, payload, tail)
         finally:
             shelf.drop(tail)
 

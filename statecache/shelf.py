@@ -76,13 +76,14 @@ class Shelf:
 
     # ── what is here ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stored_blocks(self, path: Path) -> tuple[Block | None, int]:
+    def stored_blocks(self, path: Path, known: Block | None = None) -> tuple[Block | None, int]:
         """The last of the leading blocks of `path` that are here, and their number. Compares ids and parents, not keys alone.
 
-        Raises Collision when a key is here for another path.
+        known: a block here that is on the path for sure; the search starts behind it. Raises Collision when a key is here for
+        another path.
         """
-        parent: Block | None = None
-        for index in range(path.blocks):
+        parent = known
+        for index in range(known.index + 1 if known else 0, path.blocks):
             block = self.blocks.get(path.key(index))
             if block is None:
                 return parent, index
@@ -154,13 +155,14 @@ class Shelf:
     def logits_cost(self, path: Path, logits: np.ndarray) -> int:
         return self.tier.cost(self._state_header(path, "logits"), {"logits": 4 * logits.size})
 
-    def write(self, record: Record, path: Path, payload: Payload) -> int:
+    def write(self, record: Record, path: Path, payload: Payload, tail: Block | None) -> int:
         """Store what is missing of the checkpoint: extents in rising order, then state, then logits. Returns bytes charged.
 
+        tail: the last of the path's blocks that are here, as stored_blocks() found it.
         On any TierError what was written is taken back. Raises PayloadMismatch when the payload lacks rows that are missing
         here.
         """
-        tail, stored = self.stored_blocks(path)
+        stored = tail.index + 1 if tail else 0
         self.hold(tail)
         written = 0
         state_key = b"s" + bytes.fromhex(record.id)

@@ -128,7 +128,8 @@ class StateCache:
         ids = token_bytes(tokens)[: 4 * position]
         with self._lock:
             try:
-                _, blocks = self._kept.shelves[0].stored_blocks(self._path(salt, ids, self._index.walk(salt, ids)))
+                path, shelf = self._path(salt, ids, self._index.walk(salt, ids)), self._kept.shelves[0]
+                _, blocks = shelf.stored_blocks(path, self._kept.known_block(shelf, path))
             except Collision:
                 return 0
         return blocks * BLOCK_TOKENS
