@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,7 +122,8 @@ def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
         return np.empty((0, width), dtype=np.uint8)
     pieces: list[np.ndarray] = []
     at = start
-    for run in payload.kv:
+    first = bisect_right(payload.kv, start, key=lambda run: run.start) - 1
+    for run in payload.kv[max(0, first) :]:
         run_end = run.start + len(run.rows)
         if run.start <= at < run_end:
             stop = min(end, run_end)

@@ -36,6 +36,16 @@ class Residency:
         """The fastest shelf that has it."""
         return next((shelf for shelf in self.shelves if record.id in shelf.holdings), None)
 
+    def target(self, position: int) -> Shelf:
+        """Where a new checkpoint goes: the fastest shelf whose whole budget can hold its prefix and state."""
+        for shelf in self.shelves:
+            if shelf.context_bytes(position) <= shelf.tier.budget_bytes:
+                return shelf
+        return self.shelves[-1]
+
+    def is_as_fast(self, shelf: Shelf, other: Shelf) -> bool:
+        return self.shelves.index(shelf) <= self.shelves.index(other)
+
     def has_logits(self, record: Record) -> bool:
         shelf = self.shelf_of(record)
         return shelf is not None and shelf.holdings[record.id].logits_key is not None
@@ -149,7 +159,8 @@ class Residency:
     def _demote(self, record: Record, source: Shelf, target: Shelf) -> None:
         path = source.path(record)
         try:
-            self.write(target, record, path, source.read(record, path))
+            _, stored = target.stored_blocks(path, self.known_block(target, path))
+            self.write(target, record, path, source.read(record, path, first_block=stored))
         except TierError as error:
             target.refused += 1
             log.info("checkpoint not moved position=%d tier=%s reason=%s", record.position, target.tier.name, error)

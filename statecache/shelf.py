@@ -105,9 +105,9 @@ class Shelf:
             quarantined=self.quarantined,
         )
 
-    def restored_bytes(self, record: Record) -> int:
-        """Bytes that a restore of the record reads."""
-        return record.position * self.layout.kv_token_bytes + sum(n for _, n in self.layout.state)
+    def context_bytes(self, position: int) -> int:
+        """Bytes of KV and state of a context of that many tokens; what a restore reads."""
+        return position * self.layout.kv_token_bytes + sum(n for _, n in self.layout.state)
 
     def exclusive_bytes(self, record: Record) -> int:
         """Bytes that only this record needs. For extents of several blocks, their even share."""
@@ -235,11 +235,11 @@ class Shelf:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, record: Record, path: Path, kv_out: np.ndarray | None = None) -> Payload:
+    def read(self, record: Record, path: Path, kv_out: np.ndarray | None = None, *, first_block: int = 0) -> Payload:
         """All bytes of a checkpoint, each segment's header compared with `path` first. Read-only views where possible.
 
         path: of the *asking* context, cut at the record's position. kv_out: uint8 [≥ position, kv_token_bytes] to read rows
-        into; then there is one run, a view of it. Raises SegmentBad.
+        into; then there is one run, a view of it. first_block: leave out extents that end before this block. Raises SegmentBad.
         """
         holding = self.holdings.get(record.id)
         if holding is None:
@@ -247,7 +247,7 @@ class Shelf:
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
         runs: list[KvRun] = []
-        for first, end, extent in self._needed_extents(record):
+        for first, end, extent in self._needed_extents(record, first_block):
             header = self.tier.header(extent.key)
             count = end - first
             self._check(extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")
@@ -277,11 +277,11 @@ class Shelf:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _needed_extents(self, record: Record) -> Iterator[tuple[int, int, Extent]]:
+    def _needed_extents(self, record: Record, first_block: int) -> Iterator[tuple[int, int, Extent]]:
         """(first block, end block, extent) over the record's chain, in order."""
         spans: list[tuple[int, int, Extent]] = []
         block = self.holdings[record.id].tail
-        while block is not None:
+        while block is not None and block.index >= first_block:
             first = block.extent.blocks[0]
             spans.append((first.index, block.index + 1, block.extent))
             block = first.parent

@@ -73,7 +73,9 @@ class Match:
 class StateCache:
     """Checkpoints of one namespace over an ordered list of tiers, fastest first.
 
-    New checkpoints go to the first tier; what is evicted from a tier moves to the next one, out of the last one it is gone.
+    New checkpoints go to the first tier that can hold their whole prefix; what is evicted from a tier moves to the next one,
+    out of the last one it is gone.
+
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
 
@@ -128,7 +130,7 @@ class StateCache:
         ids = token_bytes(tokens)[: 4 * position]
         with self._lock:
             try:
-                path, shelf = self._path(salt, ids, self._index.walk(salt, ids)), self._kept.shelves[0]
+                path, shelf = self._path(salt, ids, self._index.walk(salt, ids)), self._kept.target(position)
                 _, blocks = shelf.stored_blocks(path, self._kept.known_block(shelf, path))
             except Collision:
                 return 0
@@ -159,9 +161,10 @@ class StateCache:
                 self._collisions += 1
                 return PutResult(None, 0, False, "the checkpoint's id names another path")
             record = self._kept.records.get(checkpoint_id)
-            shelf = self._kept.shelves[0]
-            if record is not None and record.id in shelf.holdings:
-                return self._refresh(record, shelf, path, boundary, payload, session)
+            shelf = self._kept.target(position)
+            there = self._kept.shelf_of(record) if record is not None else None
+            if record is not None and there is not None and self._kept.is_as_fast(there, shelf):
+                return self._refresh(record, there, path, boundary, payload, session)
             known = record is not None
             if record is None:
                 item, tail_ids = boundary.item, path.tail_ids
@@ -193,7 +196,7 @@ class StateCache:
             for record in sorted((self._kept.records[i] for i in ids), key=lambda r: (r.position, r.id)):
                 shelf = self._kept.shelf_of(record)
                 assert shelf is not None
-                nbytes, exclusive = shelf.restored_bytes(record), shelf.exclusive_bytes(record)
+                nbytes, exclusive = shelf.context_bytes(record.position), shelf.exclusive_bytes(record)
                 age_s, pinned = max(0.0, now - record.used_at), bool(record.pins)
                 tier = shelf.tier.name
                 infos.append(
@@ -291,7 +294,7 @@ class StateCache:
         match.checkpoint_id = record.id
         match.kind = record.kind
         match.tier = shelf.tier.name
-        match.nbytes = shelf.restored_bytes(record)
+        match.nbytes = shelf.context_bytes(record.position)
 
     def _release(self, match: Match) -> None:
         with self._lock:
