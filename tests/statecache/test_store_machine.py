@@ -130,7 +130,7 @@ class CollidingMachine(CacheMachine):
 
 
 for machine in (CacheMachine, CollidingMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    machine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 TestCacheMachine = CacheMachine.TestCase
 TestCollidingMachine = CollidingMachine.TestCase
