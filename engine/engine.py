@@ -50,13 +50,12 @@ class Engine:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Callable[[float, str], None] | None = None) -> Engine:
-        """Read the checkpoint in config.model_dir and allocate the pools. Sets torch's thread count for this process.
+        """Read the checkpoint in config.model_dir and allocate the pools. The kernels' thread count is set for this process.
 
         progress(fraction, what) is told what is done now. Raises CheckpointError or Unsupported.
         """
         tell = progress or (lambda fraction, what: None)
         config = config.resolve(Machine.here())
-        torch.set_num_threads(int(config.threads))
         tell(0.0, "reading weights")
         loaded = load_model(config)
         tell(0.9, "allocating KV pages")

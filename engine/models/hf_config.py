@@ -53,6 +53,15 @@ class HfConfig:
         if value != accepted:
             raise Unsupported(f"config.json: {name} {value!r}; supported: {accepted!r}")
 
+    def check_heads(self, heads: int, shared: int, name: str, shared_name: str) -> None:
+        """Raises CheckpointError unless every one of the shared heads serves the same number of heads."""
+        if heads % shared:
+            raise CheckpointError(f"config.json: {name}: got {heads}, accepted: a multiple of {shared_name} ({shared})")
+
+    def check_top_k(self, top_k: int, experts: int) -> None:
+        if top_k > experts:
+            raise CheckpointError(f"config.json: num_experts_per_tok: got {top_k}, accepted: at most num_experts ({experts})")
+
     def eos_token_ids(self) -> tuple[int, ...]:
         """From generation_config.json, else config.json; empty if neither says."""
         value = self._generation.get("eos_token_id")

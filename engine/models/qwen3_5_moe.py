@@ -42,6 +42,9 @@ def build(config: HfConfig, weights: Weights) -> Decoder:
     inter, shared_inter = config.integer("moe_intermediate_size", 512), config.integer("shared_expert_intermediate_size", 512)
     eps, bias = config.number("rms_norm_eps", 1e-6), config.flag("attention_bias")
     specs = layer_specs(_layer_kinds(config, layers), [True] * layers)
+    config.check_heads(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    config.check_heads(v_heads, k_heads, "linear_num_value_heads", "linear_num_key_heads")
+    config.check_top_k(top_k, experts)
     rope = rope_table(config.fields, head_dim, partial_default=0.25)
 
     def attention(i: int) -> Attention:

@@ -36,6 +36,8 @@ def build(config: HfConfig, weights: Weights) -> Decoder:
     dense = config.integers("mlp_only_layers")
     every = config.integer("decoder_sparse_step", 1)
     moe = [experts > 0 and i not in dense and (i + 1) % every == 0 for i in range(layers)]
+    config.check_heads(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    config.check_top_k(top_k, experts if any(moe) else top_k)
     rope = rope_table(config.fields, head_dim)
 
     def attention(i: int) -> Attention:

@@ -193,7 +193,16 @@ def test_what_is_not_built_is_refused_by_name(qwen3, changes, reason):
     assert reason in refused(qwen3, Unsupported)
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": "three"}, {"num_attention_heads": 0}, {"rms_norm_eps": "small"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": "three"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"num_experts_per_tok": 9},
+        {"rms_norm_eps": "small"},
+    ],
+)
 def test_a_bad_config_field_is_named(qwen3, changes):
     edit_config(qwen3, **changes)
     assert next(iter(changes)) in refused(qwen3)
