@@ -136,8 +136,8 @@ struct Experts {
         if (rows == 4) {
           lane_tile_pair<M>({gate.data, up.data, gate.stride, 4, 4 * gate.stride}, x, buf);
         } else {
-          lane_tile<M>(gate.data, gate.stride, 4, rows, x, buf);
-          lane_tile<M>(up.data, up.stride, 4, rows, x, buf + 4 * kLdBuf);
+          lane_tile<M>(gate.data, gate.stride, 4, 0, rows, x, buf);
+          lane_tile<M>(up.data, up.stride, 4, 0, rows, x, buf + 4 * kLdBuf);
         }
         activate_rows(buf, nv * W, rows);
         for (int v = 0; v < nv; ++v) store_hidden(M(), buf + v * W, rows, i, group.h + (p + v) * h_panel);
@@ -171,7 +171,7 @@ struct Experts {
       Panels x = {group.h + p * h_panel, h_panel, nv, k};
       for (int at = 0; at < h1 - h0; at += 8) {
         int rows = min_int(8, h1 - h0 - at);
-        lane_tile<M>(w.data + at * w.stride, w.stride, 4, rows, x, buf);
+        lane_tile<M>(w.data + at * w.stride, w.stride, 4, 8 * w.stride, rows, x, buf);
         for (int v = 0; v < nv; ++v) {
           v_transpose_8xW(buf + v * W, kLdBuf, turned);
           for (int t = 0; t < W; ++t) __builtin_memcpy(y + (v * W + t) * kBlock + at, turned + t * 8, 32);

@@ -67,7 +67,7 @@ static void linear_lanes(const LinearArgs &a, int t_begin, int t_end) {
       int rows = min_int(8, end - n0);
       Rows w = RowSource<M>::prepare((const WT *)a.w + ptrdiff_t(n0) * a.K, a.K, rows, a.K, scratch);
       for_panels(panels, [&](int p, int nv) {
-        lane_tile<M>(w.data, w.stride, 4, rows, Panels{packed + p * stride, stride, nv, k}, buf);
+        lane_tile<M>(w.data, w.stride, 4, 8 * w.stride, rows, Panels{packed + p * stride, stride, nv, k}, buf);
         for (int v = 0; v < nv; ++v) {
           int t0 = t_begin + (p + v) * W;
           store_tile(a, buf + v * W, n0, rows, t0, min_int(W, t_end - t0));

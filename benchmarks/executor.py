@@ -1,0 +1,110 @@
+"""Routed experts on the CPU: the C++ executor against torch (`F.linear` per expert), same bf16 bank, same routes.
+
+    python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--record]
+
+2048 x 512 experts, top-8 of 256 (1.6 GB). Every round draws new routes, so weights come from memory and not from a cache;
+the two alternate within a round and the figure is the ratio of each pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import report, spread
+from engine.kernels import cpu
+from engine.moe.banks import ExpertBank
+from engine.moe.cpu_executor import CpuExecutor
+
+HIDDEN, INTER, EXPERTS, TOP_K = 2048, 512, 256, 8
+
+
+def torch_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
+    """What a plain torch executor does: tokens grouped by expert, two matrix products each, weighted sum in f32."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in torch.unique(ids).tolist():
+        token, choice = torch.where(ids == expert)
+        gate, up = F.linear(x[token], bank.gate_up[expert]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, bank.down[expert])
+        out.index_add_(0, token, y.float() * weights[token, choice, None])
+    return out
+
+
+def random_bank() -> ExpertBank:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.empty(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.bfloat16)
+    down = torch.empty(EXPERTS, HIDDEN, INTER, dtype=torch.bfloat16)
+    gate_up[0].normal_(std=HIDDEN**-0.5, generator=generator)
+    down[0].normal_(std=INTER**-0.5, generator=generator)
+    # The values do not matter for speed; copies make a bank of this size in a second instead of twenty.
+    gate_up[1:] = gate_up[0]
+    down[1:] = down[0]
+    return ExpertBank(gate_up, down)
+
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def seconds(run: Experts, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[float, float]:
+    """Wall time, and processor time of all threads: on a machine with other work the second says more."""
+    wall, processor = time.perf_counter(), time.process_time()
+    run(*inputs)
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, record: bool) -> None:
+    executor = CpuExecutor(bank)
+    cpu.set_threads(threads)
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(tokens)
+    runs: dict[str, Experts] = {"executor": executor.forward, "torch": partial(torch_experts, bank=bank)}
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
+    bandwidth = []
+    for round_index in range(repeats + 1):
+        x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+        ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices.int()
+        inputs = (x, ids, torch.rand(tokens, TOP_K, generator=generator))
+        taken = {name: seconds(run, inputs) for name, run in runs.items()}
+        if round_index == 0:
+            continue
+        for name, (wall_s, processor_s) in taken.items():
+            wall[name].append(wall_s * 1e3)
+            processor[name].append(processor_s * 1e3)
+        bandwidth.append(len(ids.unique()) * bank.record_bytes / taken["executor"][0] / 1e9)
+    figures = {f"{name}_ms": spread(values) for name, values in wall.items()}
+    figures |= {f"{name}_processor_ms": spread(values) for name, values in processor.items()}
+    figures |= {
+        "ratio": spread([b / a for a, b in zip(wall["executor"], wall["torch"], strict=True)]),
+        "processor_ratio": spread([b / a for a, b in zip(processor["executor"], processor["torch"], strict=True)]),
+        "weights_gb_per_s": spread(bandwidth),
+    }
+    workload = {"tokens": tokens, "threads": threads, "isa": cpu.isa(), "experts": EXPERTS, "top_k": TOP_K, "dtype": "bf16"}
+    report("executor", f"experts of {HIDDEN} x {INTER}", workload, figures, record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--isa", nargs="+", choices=cpu.ISAS, help="instruction sets to measure (default: the best)")
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    if not cpu.available():
+        parser.exit(1, f"no C++ library: {cpu.reason()}\n")
+    bank = random_bank()
+    for isa in arguments.isa or [None]:
+        cpu.set_isa(isa)
+        for threads in arguments.threads:
+            for tokens in arguments.tokens:
+                measure(bank, tokens, threads, arguments.repeats, arguments.record)
+
+
+if __name__ == "__main__":
+    main()
