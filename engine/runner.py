@@ -14,7 +14,7 @@ import torch
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
 from engine.errors import CheckpointError
-from engine.kernels import cpu, reference
+from engine.kernels import cpu
 from engine.layers.eager import EagerStep
 from engine.layers.program import Limits, ProgramStep, needs
 from engine.models import registry
@@ -80,7 +80,8 @@ def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, Sl
         return decoder, None
     slots = min(int(config.slots), sum(moe.bank.rows for moe in moes))
     policy = make_policy(config.slot_policy, slots, len(moes))
-    offload = ExpertOffload([moe.bank for moe in moes], slots, policy, reference)
+    native = config.backend == "cpu" and cpu.available()
+    offload = ExpertOffload([moe.bank for moe in moes], slots, policy, native)
     layers = tuple(
         replace(layer, mlp=replace(layer.mlp, offload=offload)) if isinstance(layer.mlp, Moe) else layer
         for layer in decoder.layers
@@ -89,11 +90,11 @@ def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, Sl
 
 
 class CpuModel:
-    """The fast backend: whole flat batches, as native programs where the C++ kernels are there and experts are resident."""
+    """The fast backend: whole flat batches, as native programs where the C++ kernels are there."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._native = cpu.available() and decoder.spec.slots is None
+        self._native = cpu.available()
         self._step: ProgramStep | None = None
 
     @property

@@ -1,4 +1,5 @@
-"""A step recorded once as a native program and replayed for every batch: no Python between operations.
+"""A step recorded once as a native program and replayed for every batch: no Python between operations (but where experts lie
+behind slots: there it decides what to move).
 
 The counterpart of a captured graph. Activations live in buffers that all layers share; a batch only rewrites the small tables
 that the records point to. The residual stream is f32 whatever the weights are; everything else has the model's dtype.
@@ -21,8 +22,10 @@ from engine.layers.norm import RmsNorm
 from engine.layers.rope import RopeTable
 from engine.models.base import KvPools, RecurrentPools
 from engine.moe.layer import Mlp, Moe
+from engine.moe.offload import ExpertOffload
 
 Finish = Callable[[torch.Tensor], None]
+Stage = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ProgramStep:
         self.kv, self.states = kv, states
         self._dtype = dtype
         self._program = cpu.Program()
+        self._stages: list[cpu.Program | Stage] = [self._program]
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         self._count = cpu.ROWS
         rope.reach(limits.positions)
@@ -195,15 +199,40 @@ class ProgramStep:
             self._linear(self._inner(x, layer.shared), Linear(layer.shared.down), shared)
 
         def finish(residual: torch.Tensor) -> None:
-            bank = layer.bank
-            self._program.add(
-                records.experts, x, ids, weights, bank.gate_up, bank.down, residual, self._count, residual=residual
-            )
+            if layer.offload is not None:
+                self._interrupt(self._offloaded(layer, layer.offload, residual, x, ids, weights))
+            else:
+                banks = (layer.bank.gate_up, layer.bank.down)
+                self._program.add(records.experts, x, ids, weights, *banks, residual, self._count, residual=residual)
             if layer.shared is not None:
                 gate = scores[:, router.experts :]
                 self._program.add(records.gated_add, residual, gate, shared, residual, self._count)
 
         return finish
+
+    def _offloaded(
+        self,
+        layer: Moe,
+        offload: ExpertOffload,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> Stage:
+        """Experts behind slots: the router's choice has to reach Python, which moves records before anything is computed."""
+        on_outputs = self._count == cpu.OUTPUTS
+
+        def run(rows: int, outputs: int) -> None:
+            n = outputs if on_outputs else rows
+            if n:
+                residual[:n] += offload.forward(layer.ordinal, x[:n], ids[:n], weights[:n])
+
+        return run
+
+    def _interrupt(self, stage: Stage) -> None:
+        """End the current program, run `stage(rows, outputs)`, go on with another program."""
+        self._program = cpu.Program()
+        self._stages += [stage, self._program]
 
     def _whole(self, name: str, width: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer without spacing between its rows."""
@@ -247,7 +276,11 @@ class ProgramStep:
         table[0] = len(cuts)
         if cuts:
             table[1 : 1 + 3 * len(cuts)] = np.array(cuts, dtype=np.int32).ravel()
-        self._program.run(tokens, seqs, wanted)
+        for stage in self._stages:
+            if isinstance(stage, cpu.Program):
+                stage.run(tokens, seqs, wanted)
+            else:
+                stage(tokens, wanted)
         out = torch.empty(wanted, self._head.weight.shape[0])
         if wanted:
             cpu.linear(self._final[:wanted], self._head.weight, self._head.bias, out=out)

@@ -7,10 +7,11 @@ plain copy: it buys no speed, it lets the bookkeeping that a GPU needs run and b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
+from engine.kernels import cpu, reference
 from engine.moe.banks import ExpertBank, check_uniform
 from engine.moe.dispatch import fetch_table, plan_decode, publish
 from engine.moe.slots import NONE, SlotMap, VictimPolicy
@@ -22,8 +23,10 @@ DECODE_TOKENS = 16
 class ExpertOffload:
     """The slot pool of all MoE layers of a model.
 
-    banks: one per MoE layer, all alike. fetch_limit: see EngineConfig. decode_tokens: batches up to this size use the
-        decode path.
+    banks: one per MoE layer, all alike. native: compute with the C++ library, which sums a token's slot experts and its
+    bank experts apart; without it they are summed in the router's order, so that results do not depend, to the bit, on what
+    lay in a slot. fetch_limit: misses of a decode step that are fetched, −1 = all. decode_tokens: batches up to this size
+    use the decode path.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class ExpertOffload:
         banks: Sequence[ExpertBank],
         slots: int,
         policy: VictimPolicy,
-        ops: ModuleType,
+        native: bool = False,
         fetch_limit: int = -1,
         decode_tokens: int = DECODE_TOKENS,
     ) -> None:
@@ -39,30 +42,30 @@ class ExpertOffload:
         self.banks = banks
         self.map = SlotMap(slots, len(banks), banks[0].rows, policy)
         self.pool = banks[0].empty_like(slots)
-        self._ops = ops
+        self._native = native
         self._table = fetch_table(fetch_limit, banks[0].rows)
         self._decode_tokens = decode_tokens
 
     def forward(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed experts of MoE layer `layer` (counted among MoE layers). As reference.experts_forward."""
-        out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        work = _Sum(x, weights) if self._native else _Ordered(x, ids, weights)
         if x.shape[0] <= self._decode_tokens:
-            self._decode(layer, x, ids, out)
+            self._decode(layer, ids, work)
         else:
-            self._prefill(layer, x, ids, out)
-        return self._ops.combine(out, weights)
+            self._prefill(layer, ids, work)
+        return work.total()
 
-    def _decode(self, layer: int, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode(self, layer: int, ids: torch.Tensor, work: _Work) -> None:
         bank = self.banks[layer]
         plan = plan_decode(self.map, layer, ids.flatten().tolist(), self._table)
         for fetch in plan.fetches:
             self.pool.copy_row(fetch.slot, bank, fetch.expert)
             publish(self.map, fetch)
-        self._compute(x, _rewrite(ids, plan.slots), self.pool, out)
+        work.add(_rewrite(ids, plan.slots), self.pool)
         if plan.cpu:
-            self._compute(x, _rewrite(ids, {e: e for e in plan.cpu}), bank, out)
+            work.add(_rewrite(ids, {e: e for e in plan.cpu}), bank)
 
-    def _prefill(self, layer: int, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    def _prefill(self, layer: int, ids: torch.Tensor, work: _Work) -> None:
         """Residents are read in place; the others are streamed through a ring, as many at a time as it has slots."""
         bank, base = self.banks[layer], layer * self.map.experts
         self.map.tick()
@@ -73,12 +76,12 @@ class ExpertOffload:
         self.map.misses += len(missing)
         for slot in resident.values():
             self.map.touch(slot)
-        self._compute(x, _rewrite(ids, resident), self.pool, out)
+        work.add(_rewrite(ids, resident), self.pool)
         if not missing:
             return
         ring = Ring(self.map, len(missing), active=[base + e for e in resident])
         if len(ring) == 0:
-            self._compute(x, _rewrite(ids, {e: e for e in missing}), bank, out)
+            work.add(_rewrite(ids, {e: e for e in missing}), bank)
         for start in range(0, len(missing), len(ring) or len(missing)):
             if len(ring) == 0:
                 break
@@ -88,13 +91,50 @@ class ExpertOffload:
                 self.pool.copy_row(slot, bank, expert)
                 ring.ready(slot)
                 part[expert] = slot
-            self._compute(x, _rewrite(ids, part), self.pool, out)
+            work.add(_rewrite(ids, part), self.pool)
             for slot in part.values():
                 ring.release(slot)
         ring.close()
 
-    def _compute(self, x: torch.Tensor, ids: torch.Tensor, bank: ExpertBank, out: torch.Tensor) -> None:
-        self._ops.expert_outputs(x, ids, bank.gate_up, bank.down, out)
+
+class _Work(Protocol):
+    """One layer's expert outputs of one batch, collected in parts."""
+
+    def add(self, rows: torch.Tensor, bank: ExpertBank) -> None:
+        """rows: int32 [tokens, top_k], rows of the bank; −1 where another part computes it."""
+        ...
+
+    def total(self) -> torch.Tensor:
+        """f32 [tokens, hidden], weighted."""
+        ...
+
+
+class _Ordered:
+    """Keeps every expert's output apart and sums them in the order of the router's choices."""
+
+    def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._x, self._weights = x, weights
+        self._out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+
+    def add(self, rows: torch.Tensor, bank: ExpertBank) -> None:
+        reference.expert_outputs(self._x, rows, bank.gate_up, bank.down, self._out)
+
+    def total(self) -> torch.Tensor:
+        return reference.combine(self._out, self._weights)
+
+
+class _Sum:
+    """Adds up whole parts, each computed by the C++ library."""
+
+    def __init__(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        self._x, self._weights = x, weights
+        self._out = torch.zeros(x.shape, dtype=torch.float32)
+
+    def add(self, rows: torch.Tensor, bank: ExpertBank) -> None:
+        self._out += cpu.experts_forward(self._x, rows, self._weights, bank.gate_up, bank.down)
+
+    def total(self) -> torch.Tensor:
+        return self._out
 
 
 def _rewrite(ids: torch.Tensor, rows: dict[int, int]) -> torch.Tensor:

@@ -2,6 +2,6 @@
 
 import torch
 
-from engine.quant.base import Format
+from engine.quant.base import Dense
 
-FORMAT = Format(name="bf16", stored=("BF16", "F32"), dtype=torch.bfloat16, bits=16.0)
+FORMAT = Dense(name="bf16", stored=("BF16", "F32"), dtype=torch.bfloat16, tolerance=5e-3)

@@ -2,6 +2,6 @@
 
 import torch
 
-from engine.quant.base import Format
+from engine.quant.base import Dense
 
-FORMAT = Format(name="f32", stored=("F32", "BF16"), dtype=torch.float32, bits=32.0)
+FORMAT = Dense(name="f32", stored=("F32", "BF16"), dtype=torch.float32, tolerance=1e-6)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, EngineError, Unsupported
 from engine.models import registry
-from engine.quant import registry as formats
 from engine.weights.fingerprint import Fingerprint
 from engine.weights.reader import CheckpointReader
 from tests.engine.checkpoints import Lane, load, make, pools, save, step
@@ -246,21 +245,3 @@ def test_a_malformed_header_is_refused(qwen3, header):
 def test_an_index_may_not_point_out_of_its_directory(qwen3):
     (qwen3 / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
     assert "not a plain file name" in refused(qwen3)
-
-
-@pytest.mark.parametrize("name", sorted(formats.FORMATS))
-def test_every_registered_format_keeps_its_promises(name):
-    form = formats.get(name)
-    assert form.name == name
-    assert form.stored
-    assert form.dtype.is_floating_point
-    assert form.record_bytes(64, 32) == 3 * 64 * 32 * form.bits / 8
-    one = torch.zeros(1, dtype=form.dtype)
-    assert one.element_size() * 8 >= form.bits
-
-
-def test_an_unknown_format_lists_the_known_ones():
-    with pytest.raises(Unsupported, match=r"bf16, f32"):
-        formats.get("mxfp4")
-    with pytest.raises(CheckpointError, match="F16"):
-        formats.choose({}, "F16", "auto")
