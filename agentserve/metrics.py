@@ -5,6 +5,8 @@ The worker's own figures arrive with its Load reports and are shown as they were
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -95,9 +97,10 @@ class Metrics:
 
     # ── worker ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def worker(self, *, ready: bool, restarts: int) -> None:
-        self._ready.set(ready)
-        self._restarts.set(restarts)
+    def watch_worker(self, ready: Callable[[], bool], restarts: Callable[[], int]) -> None:
+        """Ask these whenever the metrics are read."""
+        self._ready.set_function(lambda: float(ready()))
+        self._restarts.set_function(lambda: float(restarts()))
 
     def load(self, load: Load) -> None:
         self._worker_turns.labels(state="running").set(load.running)

@@ -43,7 +43,7 @@ def test_turns_deadlines_and_load_appear_with_their_values() -> None:
     metrics.socket_opened()
     metrics.socket_closed()
     metrics.load(LOAD)
-    metrics.worker(ready=True, restarts=2)
+    metrics.watch_worker(lambda: True, lambda: 2)
     lines = metrics.render().decode().splitlines()
     for line in (
         "agentserve_ttft_seconds_count 1.0",

@@ -1,0 +1,213 @@
+"""`agentserve doctor`: what this machine has and lacks, one line each, with what to do about it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from agentserve.cli import options
+
+if TYPE_CHECKING:
+    from agentserve.config import Config
+
+Verdict = Literal["ok", "warn", "fail"]
+LEAST_FREE_BYTES = 1 << 30
+LEAST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. hint: what to do, empty if nothing."""
+
+    name: str
+    verdict: Verdict
+    what: str
+    hint: str = ""
+
+
+def doctor(
+    config: options.ConfigFile = None,
+    model: options.Model = None,
+    state_dir: options.StateDir = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    database_url: options.DatabaseUrl = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Print only what is not in order, and a last line.")] = False,
+) -> None:
+    """Check everything that a server needs here. Ends with status 1 if something would keep it from starting."""
+    flags = {
+        "model.dir": model,
+        "state_dir": state_dir,
+        "server.host": host,
+        "server.port": port,
+        "store.url": database_url,
+    }
+    chosen = options.settings(config, flags)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    counts = dict.fromkeys(colours, 0)
+    for finding in examine(chosen):
+        counts[finding.verdict] += 1
+        if brief and finding.verdict == "ok":
+            continue
+        typer.secho(f"{finding.verdict:>4}", fg=colours[finding.verdict], nl=False)
+        typer.echo(f"  {finding.name}: {finding.what}")
+        if finding.hint:
+            typer.secho(f"      {finding.hint}", dim=True)
+    summary = f"{counts['ok']} in order, {counts['warn']} to know about, {counts['fail']} to mend"
+    typer.echo(summary)
+    raise typer.Exit(1 if counts["fail"] else 0)
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """All findings. A check that itself breaks is a finding too."""
+    checks: list[Callable[[Config], Finding]] = [
+        check_python,
+        check_torch,
+        check_library,
+        check_compiler,
+        check_memory,
+        check_state_dir,
+        check_model,
+        check_port,
+        check_database,
+    ]
+    for check in checks:
+        try:
+            yield check(config)
+        except Exception as error:
+            name = check.__name__.removeprefix("check_")
+            yield Finding(name, "fail", f"could not be checked: {type(error).__name__}: {error}")
+
+
+def check_python(_: Config) -> Finding:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("python", "ok", version)
+    return Finding("python", "warn", f"{version}, tested are 3.11 to 3.13")
+
+
+def check_torch(_: Config) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "fail", "not installed", "Install it: make setup")
+    import torch
+
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < LEAST_TORCH:
+        return Finding("torch", "fail", f"{torch.__version__} is too old", "At least 2.11 is needed: make setup")
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA device, the CPU is used"
+    return Finding("torch", "ok", f"{torch.__version__}, {device}")
+
+
+def check_library(_: Config) -> Finding:
+    import logging
+
+    from engine.kernels import native
+
+    logging.getLogger(native.__name__).setLevel(logging.ERROR)  # the reason is in the finding
+    library = native.load()
+    if library is None:
+        hint = "The torch path works and is several times slower. Build the library: make setup (needs a C++ compiler)."
+        return Finding("cpu library", "warn", native.reason() or "not found", hint)
+    return Finding("cpu library", "ok", f"loaded, instruction set {library_isa(library)}")
+
+
+def library_isa(library: ctypes.CDLL) -> str:
+    """Name of the instruction set that the library picked on this machine."""
+    from engine.kernels import native
+
+    best = int(library.asv_isa_best())
+    return native.ISAS[best] if 0 <= best < len(native.ISAS) else str(best)
+
+
+def check_compiler(_: Config) -> Finding:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding("c++ compiler", "warn", "none found", "Only needed to build the CPU library, e.g. apt install g++.")
+    return Finding("c++ compiler", "ok", found)
+
+
+def check_memory(config: Config) -> Finding:
+    from engine.config import Machine
+
+    available = Machine.here().available_bytes
+    weights = sum(file.stat().st_size for file in Path(config.model.dir).glob("*.safetensors"))
+    needed = weights + config.model.ram_cache_bytes
+    text = f"{_gib(available)} free; weights {_gib(weights)}, saved states up to {_gib(config.model.ram_cache_bytes)}"
+    if needed > available:
+        return Finding("memory", "warn", text, "Lower model.ram_cache_bytes (--cache-mb) or take a smaller model.")
+    return Finding("memory", "ok", text)
+
+
+def check_state_dir(config: Config) -> Finding:
+    path = Path(config.state_dir)
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not os.access(place, os.W_OK):
+        return Finding("state directory", "fail", f"{path} cannot be written", "Choose another: --state-dir DIR")
+    free = shutil.disk_usage(place).free
+    if free < LEAST_FREE_BYTES:
+        return Finding("state directory", "warn", f"{path}: only {_gib(free)} free", "Sessions and checkpoints need room.")
+    return Finding("state directory", "ok", f"{path}, {_gib(free)} free")
+
+
+def check_model(config: Config) -> Finding:
+    from engine.errors import EngineError
+    from engine.models import registry
+    from engine.weights.loader import read_config
+    from engine.weights.reader import CheckpointReader
+
+    directory = Path(config.model.dir)
+    try:
+        described = read_config(directory)
+        registry.find(described)
+        CheckpointReader(directory)
+    except EngineError as error:
+        return Finding("model", "fail", str(error), "Name a Hugging Face checkpoint directory: --model DIR")
+    if not (directory / "tokenizer.json").is_file():
+        return Finding("model", "fail", f"{directory}: tokenizer.json is missing", "Copy it from the model's repository.")
+    return Finding("model", "ok", f"{config.model.name} ({described.get('model_type')}) in {directory}")
+
+
+def check_port(config: Config) -> Finding:
+    host, port = config.server.host, config.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            hint = "Is a server running already? Another port: --port N"
+            return Finding("address", "fail", f"{host}:{port} cannot be taken: {error.strerror}", hint)
+    return Finding("address", "ok", f"{host}:{port} is free")
+
+
+def check_database(config: Config) -> Finding:
+    from sqlalchemy import create_engine, make_url, text
+    from sqlalchemy.exc import SQLAlchemyError
+
+    url = make_url(config.store.url)
+    shown = url.render_as_string(hide_password=True)
+    if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
+        return Finding("database", "ok", f"{shown} will be created")
+    try:
+        engine = create_engine(url)
+        with engine.connect() as connection:
+            connection.execute(text("SELECT 1"))
+        engine.dispose()
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        return Finding("database", "fail", f"{shown}: {reason}", "Check address, user and password: --database-url URL")
+    return Finding("database", "ok", shown)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
