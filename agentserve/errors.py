@@ -126,7 +126,10 @@ class ServerError(ApiError):
 
 
 class TurnFailure(AgentserveError):
-    """Ends a created response as failed. code: context_length_exceeded, invalid_value, deadline_exceeded or server_error."""
+    """Ends a created response as failed.
+
+    code: context_length_exceeded, invalid_prompt, invalid_value, deadline_exceeded or server_error.
+    """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -34,7 +34,9 @@ class AliasBook(Protocol):
         """Aliases of each key that has any, newest last."""
         ...
 
-    def add(self, aliases: Iterable[tuple[bytes, Alias]]) -> None: ...
+    def add(self, entries: Iterable[tuple[bytes, Alias]], source: bytes = b"") -> None:
+        """source: the generated ids (uint32) that taught them, by which the turn's commit finds them."""
+        ...
 
 
 class NoAliases:
@@ -43,7 +45,7 @@ class NoAliases:
     def find(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[Alias]]:
         return {}
 
-    def add(self, aliases: Iterable[tuple[bytes, Alias]]) -> None:
+    def add(self, entries: Iterable[tuple[bytes, Alias]], source: bytes = b"") -> None:
         pass
 
 

@@ -43,7 +43,7 @@ class ModelText:
         return cls(tokenizer, ChatTemplate.load(directory, tokenizer.config), dialect=dialect, book=book)
 
     def render(self, request: RenderRequest) -> ExactRendered:
-        """Ids of a context. A context that the template refuses ends the turn (TurnFailure `invalid_prompt`), not the server."""
+        """Ids of a context. Raises TurnFailure `invalid_prompt` with the template's reason if it refuses."""
         try:
             return self.renderer.render(request)
         except TemplateError as error:

@@ -233,6 +233,7 @@ class Renderer:
     ) -> list[tuple[bytes, Alias]]:
         """Remember the ids behind an answer under every key that a later plan may ask for. Returns what was added."""
         generated = np.asarray(generated, np.uint32)
+        source = generated.astype("<u4").tobytes()
         ended = len(generated) > 0 and int(generated[-1]) in self._markers.turn_end
         if ended:
             generated = generated[:-1]
@@ -253,7 +254,7 @@ class Renderer:
                 if ended or expected == [m for m, _ in self._runs(exact) if m is not None]:
                     aliases.append((self._planner.key_of(own, output, request.salt), whole))
         unique = list(dict(aliases).items())
-        self._book.add(unique)
+        self._book.add(unique, source)
         return unique
 
     def _stretches(

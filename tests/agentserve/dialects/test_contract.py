@@ -126,7 +126,8 @@ def test_calls_survive_a_round_trip(name: str, as_tokens: bool, thought: str, sa
         parts += [("text", "\n"), ("call_open", 0), ("text", block), ("call_close", 0)]
     ids = [*write(markers, name, parts), *markers.turn_end]
     deltas = parse(name, markers, ids, cuts, [tool_for(*c) for c in made])
-    expected: list[Delta] = [ReasoningDelta(thought)] * bool(thought) + [TextDelta(said)] * bool(said)
+    expected: list[Delta] = [ReasoningDelta(thought)] if thought else []
+    expected += [TextDelta(said)] if said else []
     assert deltas[: len(expected)] == expected
     rest = deltas[len(expected) :]
     assert len(rest) == 3 * len(made)
@@ -172,6 +173,7 @@ def test_truncation_anywhere_keeps_what_was_written(name: str, as_tokens: bool):
     parts = [("text", "Look."), ("call_open", 0), ("text", block), ("call_close", 0)]
     ids = write(markers, name, parts)
     tool = tool_for("get_weather", {"city": "", "days": 1})
+    deltas: list[Delta] = []
     for end in range(len(ids) + 1):
         deltas = parse(name, markers, ids[:end], tools=[tool])
         if CallClose() in deltas:

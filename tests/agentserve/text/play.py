@@ -34,8 +34,8 @@ class MemoryBook:
     def find(self, keys: Sequence[bytes]) -> dict[bytes, list[Alias]]:
         return {k: self.entries[k] for k in keys if k in self.entries}
 
-    def add(self, aliases: Any) -> None:
-        for key, alias in aliases:
+    def add(self, entries: Any, source: bytes = b"") -> None:
+        for key, alias in entries:
             self.entries.setdefault(key, []).append(alias)
 
 

@@ -1,0 +1,85 @@
+"""Connecting to the sessions database and bringing its schema up to date. SQLite by default, PostgreSQL by URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+
+BUSY_TIMEOUT_MS = 10_000
+"""How long a SQLite writer waits for another one."""
+MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
+_MIGRATION_LOCK = 0x61676E74
+"""PostgreSQL advisory lock: two servers that start together migrate one after the other."""
+
+
+def connect(url: str | URL, password_file: str = "") -> Engine:
+    """An engine for a URL; opens no connection yet. password_file: holds the password of a URL that has none.
+
+    SQLite gets WAL, foreign keys, full synchronisation (a committed turn survives a power cut) and a busy timeout, and
+    its transactions begin as the caller says: option `writes` takes the write lock at once, so that a read never has to be
+    promoted to a write, which fails when another writer came between. Parameters never reach an error message: they are
+    prompts.
+    """
+    target = make_url(url)
+    if password_file and target.password is None:
+        target = target.set(password=Path(password_file).read_text(encoding="utf-8").strip())
+    if target.get_backend_name() == "postgresql":
+        target = target.set(drivername="postgresql+psycopg")
+        return create_engine(target, pool_pre_ping=True, hide_parameters=True)
+    if target.get_backend_name() != "sqlite":
+        raise ValueError(f"store.url: {target.get_backend_name()!r} is not supported; sqlite and postgresql are")
+    if target.database:
+        Path(target.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(target, connect_args={"check_same_thread": False}, hide_parameters=True)
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # the driver must not begin transactions by itself
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_TIMEOUT_MS}"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("writes") else "BEGIN")
+
+
+def upgrade(url: str | URL | Engine, branch: str = "agentserve", revision: str = "head") -> str:
+    """Bring one branch's schema to a revision; returns the revision reached. Does nothing if it is there already.
+
+    Raises sqlalchemy.exc.SQLAlchemyError if the database cannot be reached.
+    """
+    from alembic import command
+    from alembic.runtime.migration import MigrationContext
+
+    engine = url if isinstance(url, Engine) else connect(url)
+    try:
+        with engine.execution_options(writes=True).begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+            config = alembic_config(branch, connection)
+            command.upgrade(config, f"{branch}@{revision}" if revision == "head" else revision)
+            context = MigrationContext.configure(connection, opts={"version_table": f"alembic_{branch}"})
+            return context.get_current_revision() or "base"
+    finally:
+        if not isinstance(url, Engine):
+            engine.dispose()
+
+
+def alembic_config(branch: str, connection: Connection) -> Any:
+    """Alembic settings for one branch on an open connection."""
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "newline")
+    folders = [str(MIGRATIONS / name).replace("%", "%%") for name in ("agentserve", "statecache")]
+    config.set_main_option("version_locations", "\n".join(folders))
+    config.attributes.update(connection=connection, branch=branch)
+    return config

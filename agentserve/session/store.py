@@ -1,0 +1,196 @@
+"""Durable sessions behind async calls: a few threads around a synchronous engine, and a cache of immutable responses.
+
+Every commit is one transaction: the response, its items, its session's counters, its idempotency key and its aliases, or
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from agentserve.config import StoreConfig
+from agentserve.errors import ServerError, TurnFailure
+from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.session import rows
+from agentserve.session.aliases import Aliases, forget_before
+from agentserve.session.database import connect, upgrade
+from agentserve.session.kept import Kept
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+THREADS = 4
+KEPT_RESPONSE_BYTES = 64 << 20
+KEPT_CONTEXT_BYTES = 64 << 20
+ALIAS_DAYS = 30
+"""Aliases older than this are deleted at start; an answer of a month ago is tokenised from its text."""
+
+
+class SqlStore:
+    """Implements interfaces.Store. open() before use, close() at the end.
+
+    prompt_ids of what `chain` returns are empty: a turn of 100k tokens would bring 400 kB for each of its ancestors, and
+    nothing needs them. `get` has them.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
+        self._engine: Engine = connect(config.url, config.password_file)
+        self._writer = self._engine.execution_options(writes=True)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
+        self._responses: Kept[StoredResponse] = Kept(KEPT_RESPONSE_BYTES)
+        self._contexts: Kept[tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
+        self.aliases = Aliases(self._engine)
+
+    async def open(self) -> None:
+        """Bring the schema up to date if the configuration says so. Raises sqlalchemy.exc.SQLAlchemyError."""
+
+        def prepare() -> None:
+            if self._config.migrate:
+                log.info("database ready revision=%s", upgrade(self._engine))
+            with self._writer.begin() as connection:
+                forget_before(connection, time.time() - ALIAS_DAYS * 86_400)
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
+        self._engine.dispose()
+
+    # ── responses ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def commit(self, response: StoredResponse) -> None:
+        """Durable when this returns. Raises TurnFailure `server_error` if the database refuses; nothing is stored then."""
+        try:
+            await self._in_thread(self._commit, response)
+        except (SQLAlchemyError, PermissionError) as error:
+            log.error("turn not stored response=%s error=%s", response.id, type(error).__name__)
+            message = f"the session database did not take this turn ({type(error).__name__}); its parent is unchanged, retry"
+            raise TurnFailure("server_error", message) from error
+
+    def _commit(self, new: StoredResponse) -> None:
+        base, depth, shared = None, 0, 0
+        parent = None if new.parent is None else self._contexts.get(new.parent)
+        if parent is not None and parent[1] < rows.MAX_BASES:
+            shared = rows.shared_tokens(parent[0], new.prompt_ids)
+            base, depth = (new.parent, parent[1] + 1) if shared else (None, 0)
+        with self._writer.begin() as connection:
+            rows.add_response(connection, new, base, shared)
+            self.aliases.save(connection, new.generated_ids)
+        context = new.prompt_ids + new.generated_ids
+        self._contexts.put(new.id, (context, depth), len(context))
+        self._remember(msgspec.structs.replace(new, prompt_ids=b""))
+
+    async def get(self, principal: str, response_id: str) -> StoredResponse | None:
+        def read(connection: Connection) -> StoredResponse | None:
+            found = rows.load(connection, principal, [response_id]).get(response_id)
+            if found is None:
+                return None
+            return msgspec.structs.replace(found, prompt_ids=rows.prompt_ids(connection, response_id))
+
+        return await self._read(read)
+
+    async def chain(self, principal: str, response_id: str) -> tuple[StoredResponse, ...] | None:
+        """The response and its ancestors, oldest first; None if one is unknown, foreign or deleted."""
+        newer: list[StoredResponse] = []
+        at: str | None = response_id
+        while at is not None and (known := self._responses.get(at)) is not None and known.principal == principal:
+            newer.append(known)
+            at = known.parent
+        if at is None:
+            return tuple(reversed(newer))
+        missing = at
+
+        def read(connection: Connection) -> tuple[StoredResponse, ...] | None:
+            line = rows.ancestry(connection, principal, missing)
+            if line is None:
+                return None
+            found = rows.load(connection, principal, line)
+            return tuple(found[i] for i in line) if len(found) == len(line) else None
+
+        older = await self._read(read)
+        if older is None:
+            return None
+        for response in older:
+            self._remember(response)
+        return (*older, *reversed(newer))
+
+    async def delete(self, principal: str, response_id: str) -> bool:
+        def remove(connection: Connection) -> bool:
+            return rows.remove_response(connection, principal, response_id)
+
+        self._forget(response_id)
+        try:
+            return await self._write(remove)
+        finally:
+            self._forget(response_id)
+
+    async def by_idempotency_key(self, principal: str, key: str) -> StoredResponse | None:
+        def read(connection: Connection) -> StoredResponse | None:
+            found = rows.by_key(connection, principal, key)
+            if found is None:
+                return None
+            response = rows.load(connection, principal, [found]).get(found)
+            return None if response is None else msgspec.structs.replace(response, idempotency_key=key)
+
+        return await self._read(read)
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:
+        """Last used first. after: id of the last session of the page before."""
+        return await self._read(lambda c: rows.session_rows(c, principal, limit=limit, after=after))
+
+    async def session(self, principal: str, session_id: str) -> SessionRow | None:
+        found = await self._read(lambda c: rows.session_rows(c, principal, only=session_id))
+        return found[0] if found else None
+
+    async def delete_session(self, principal: str, session_id: str) -> bool:
+        gone = await self._write(lambda c: rows.remove_session(c, principal, session_id))
+        for response_id in gone or ():
+            self._forget(response_id)
+        return gone is not None
+
+    # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _remember(self, response: StoredResponse) -> None:
+        size = len(response.body) * 3 + len(response.generated_ids) + len(response.tools)
+        size += sum(len(getattr(i, "text", "")) for i in response.input)
+        self._responses.put(response.id, response, size)
+
+    def _forget(self, response_id: str) -> None:
+        self._responses.drop(response_id)
+        self._contexts.drop(response_id)
+
+    async def _read(self, read: Callable[[Connection], T]) -> T:
+        def run() -> T:
+            with self._engine.connect() as connection:
+                return read(connection)
+
+        return await self._guarded(run)
+
+    async def _write(self, write: Callable[[Connection], T]) -> T:
+        def run() -> T:
+            with self._writer.begin() as connection:
+                return write(connection)
+
+        return await self._guarded(run)
+
+    async def _guarded(self, run: Callable[[], T]) -> T:
+        try:
+            return await self._in_thread(run)
+        except SQLAlchemyError as error:
+            log.error("database failed error=%s", type(error).__name__)
+            raise ServerError(f"the session database cannot be used now ({type(error).__name__}); retry") from error
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

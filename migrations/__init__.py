@@ -1,0 +1,1 @@
+"""Alembic revisions, one folder and one branch per package that owns tables."""

@@ -1,0 +1,72 @@
+"""Migrations reach the schema that the code states, from nothing and from every earlier revision; settings of SQLite."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import inspect, text
+
+from agentserve.session.database import alembic_config, connect, upgrade
+from agentserve.session.tables import metadata
+
+
+def revisions() -> list[str]:
+    engine = connect("sqlite://")
+    with engine.connect() as connection:
+        script = ScriptDirectory.from_config(alembic_config("agentserve", connection))
+        found = [r.revision for r in script.walk_revisions("base", "agentserve@head")]
+    engine.dispose()
+    return found[::-1]
+
+
+def test_migrations_make_the_stated_schema(database_url: str):
+    engine = connect(database_url)
+    assert upgrade(engine) == revisions()[-1]
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": "alembic_agentserve", "compare_type": True})
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+
+
+@pytest.mark.parametrize("start", revisions())
+def test_every_revision_can_be_upgraded(database_url: str, start: str):
+    assert upgrade(database_url, revision=start) == start
+    assert upgrade(database_url) == revisions()[-1]
+    assert upgrade(database_url) == revisions()[-1]
+
+
+def test_servers_that_start_together_migrate_once(database_url: str):
+    with ThreadPoolExecutor(3) as threads:
+        assert set(threads.map(upgrade, [database_url] * 3)) == {revisions()[-1]}
+
+
+def test_sqlite_is_set_up_for_durability(tmp_path):
+    engine = connect(f"sqlite:///{tmp_path}/new folder/s.db")
+    with engine.connect() as connection:
+        values = {p: connection.execute(text(f"PRAGMA {p}")).scalar() for p in ("journal_mode", "synchronous", "foreign_keys")}
+    assert values == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+    engine.dispose()
+
+
+def test_branches_keep_their_revisions_apart(database_url: str):
+    upgrade(database_url)
+    engine = connect(database_url)
+    assert "alembic_agentserve" in inspect(engine).get_table_names()
+    engine.dispose()
+
+
+def test_other_databases_are_refused():
+    with pytest.raises(ValueError, match="sqlite and postgresql"):
+        connect("mysql://localhost/x")
+
+
+def test_a_password_may_come_from_a_file(tmp_path):
+    (tmp_path / "secret").write_text("pa ss\n")
+    engine = connect("postgresql://me@db/x", str(tmp_path / "secret"))
+    assert engine.url.password == "pa ss"
+    assert engine.url.drivername == "postgresql+psycopg"
+    engine.dispose()

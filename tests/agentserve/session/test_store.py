@@ -1,0 +1,292 @@
+"""Sessions on SQLite and PostgreSQL: what is committed is there, whole, and only for its principal."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from sqlalchemy import func, select
+
+from agentserve.config import StoreConfig
+from agentserve.errors import ServerError, TurnFailure
+from agentserve.interfaces import StoredResponse
+from agentserve.session import rows, tables
+from agentserve.session.store import SqlStore
+from agentserve.text.aliases import Alias
+from tests.agentserve.text.play import answer, call, output, thought, user
+
+_numbers = itertools.count()
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[SqlStore]:
+    store = SqlStore(StoreConfig(url=url))
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def response(**changes: Any) -> StoredResponse:
+    n = next(_numbers)
+    fields: dict[str, Any] = {
+        "id": f"resp_{n}",
+        "principal": "alice",
+        "session": "ses_1",
+        "parent": None,
+        "model": "demo",
+        "status": "completed",
+        "created_at": 1000.0 + n,
+        "completed_at": 1001.0 + n,
+        "instructions": "Be brief.\x00 é",
+        "tools": b"[]",
+        "input": (user("Hello\u0000"), output("c0", "x")),
+        "output": (thought("Hm"), answer("Hi 🙂"), call("c1", "f", '{"a": 1}')),
+        "body": b'{"id": "r", "usage": {"input_tokens_details": {"cached_tokens": 7}}}',
+        "prompt_ids": ids(1, 2, 3),
+        "generated_ids": ids(4, 5),
+    }
+    return StoredResponse(**{**fields, **changes})
+
+
+def child(parent: StoredResponse, *more: int, **changes: Any) -> StoredResponse:
+    prompt = parent.prompt_ids + parent.generated_ids + ids(*more)
+    return response(parent=parent.id, session=parent.session, prompt_ids=prompt, **changes)
+
+
+async def test_a_committed_turn_survives_a_restart(database_url: str):
+    first = response(idempotency_key="key", request_digest=b"d" * 32)
+    async with opened(database_url) as store:
+        await store.commit(first)
+        assert await store.get("alice", first.id) == msgspec.structs.replace(first, idempotency_key=None)
+    async with opened(database_url) as store:
+        assert await store.get("alice", first.id) == msgspec.structs.replace(first, idempotency_key=None)
+        found = await store.by_idempotency_key("alice", "key")
+        assert found is not None
+        assert (found.id, found.request_digest, found.idempotency_key) == (first.id, b"d" * 32, "key")
+
+
+async def test_foreign_ids_look_unknown(database_url: str):
+    first = response(idempotency_key="key")
+    async with opened(database_url) as store:
+        await store.commit(first)
+        for who in ("mallory", ""):
+            assert await store.get(who, first.id) is None
+            assert await store.chain(who, first.id) is None
+            assert await store.by_idempotency_key(who, "key") is None
+            assert await store.session(who, first.session) is None
+            assert await store.sessions(who, 10, None) == ()
+            assert await store.delete(who, first.id) is False
+            assert await store.delete_session(who, first.session) is False
+        assert await store.get("alice", first.id) is not None
+        assert await store.chain("alice", "unknown") is None
+
+
+async def test_a_session_cannot_be_taken_over(database_url: str):
+    async with opened(database_url) as store:
+        await store.commit(response())
+        with pytest.raises(TurnFailure, match="PermissionError"):
+            await store.commit(response(principal="mallory"))
+        assert await store.sessions("mallory", 10, None) == ()
+        row = await store.session("alice", "ses_1")
+        assert row is not None
+        assert row.turns == 1
+
+
+async def test_chains_fork_and_come_back_in_order(database_url: str):
+    root = response()
+    left, right = child(root, 8), child(root, 9)
+    leaf = child(left, 10)
+    async with opened(database_url) as store:
+        for r in (root, left, right, leaf):
+            await store.commit(r)
+        for reader in (store, None):
+            async with opened(database_url) if reader is None else _given(store) as each:
+                line = await each.chain("alice", leaf.id)
+                assert line is not None
+                assert [r.id for r in line] == [root.id, left.id, leaf.id]
+                assert line[1].input == left.input
+                assert line[2].output == leaf.output
+                other = await each.chain("alice", right.id)
+                assert other is not None
+                assert [r.id for r in other] == [root.id, right.id]
+
+
+@asynccontextmanager
+async def _given(store: SqlStore) -> AsyncIterator[SqlStore]:
+    yield store
+
+
+async def test_prompts_are_told_as_differences_and_come_back_whole(database_url: str):
+    chance = random.Random(5)
+    line = [response(prompt_ids=ids(*range(1000)))]
+    for i in range(2 * rows.MAX_BASES):
+        if i % 7 == 3:  # the client edited its context: only a part of the parent's ids is shared
+            whole = line[-1].prompt_ids[: 4 * chance.randrange(0, 900)] + ids(*(chance.randrange(9) for _ in range(20)))
+            line.append(response(parent=line[-1].id, prompt_ids=whole))
+        else:
+            line.append(child(line[-1], *(chance.randrange(9) for _ in range(10))))
+    async with opened(database_url) as store:
+        for r in line:
+            await store.commit(r)
+        with store._engine.connect() as connection:
+            stored = connection.execute(select(func.sum(func.length(tables.responses.c.prompt_ids)))).scalar_one()
+        assert stored < sum(len(r.prompt_ids) for r in line) / 4
+    async with opened(database_url) as store:
+        for r in line:
+            found = await store.get("alice", r.id)
+            assert found is not None
+            assert found.prompt_ids == r.prompt_ids
+
+
+async def test_deleting_a_response_keeps_its_children_readable(database_url: str):
+    root = response()
+    left, right = child(root, 8), child(root, 9)
+    async with opened(database_url) as store:
+        for r in (root, left, right):
+            await store.commit(r)
+        assert await store.delete("alice", root.id) is True
+        assert await store.delete("alice", root.id) is False
+        for r in (left, right):
+            found = await store.get("alice", r.id)
+            assert found is not None
+            assert found.prompt_ids == r.prompt_ids
+            assert await store.chain("alice", r.id) is None
+        row = await store.session("alice", "ses_1")
+        assert row is not None
+        assert (row.turns, row.last_response) == (2, right.id)
+        assert await store.delete("alice", left.id)
+        assert await store.delete("alice", right.id)
+        assert await store.session("alice", "ses_1") is None
+        with store._engine.connect() as connection:
+            assert connection.execute(select(func.count()).select_from(tables.items)).scalar_one() == 0
+
+
+async def test_a_child_of_a_response_deleted_meanwhile_is_stored_whole(database_url: str):
+    root = response()
+    async with opened(database_url) as store:
+        await store.commit(root)
+        kept = store._contexts.get(root.id)
+        assert kept is not None
+        await store.delete("alice", root.id)
+        store._contexts.put(root.id, kept, 1)  # as if the commit had looked just before
+        late = child(root, 8)
+        await store.commit(late)
+        found = await store.get("alice", late.id)
+        assert found is not None
+        assert found.prompt_ids == late.prompt_ids
+
+
+async def test_sessions_are_listed_last_used_first(database_url: str):
+    async with opened(database_url) as store:
+        made = [response(session=f"ses_{i}") for i in range(5)]
+        for r in made:
+            await store.commit(r)
+        second = child(made[0], 8)
+        await store.commit(second)
+        page = await store.sessions("alice", 2, None)
+        assert [row.id for row in page] == ["ses_0", "ses_4"]
+        assert page[0].lineage == (made[0].id, second.id)
+        assert (page[0].turns, page[0].context_tokens, page[0].reused_tokens) == (2, 8, 14)
+        rest = await store.sessions("alice", 10, page[-1].id)
+        assert [row.id for row in rest] == ["ses_3", "ses_2", "ses_1"]
+        assert await store.delete_session("alice", "ses_0") is True
+        assert await store.get("alice", second.id) is None
+        assert await store.chain("alice", second.id) is None
+
+
+async def test_a_failed_commit_leaves_nothing(database_url: str):
+    root = response()
+    again = response(id=root.id, generated_ids=ids(6))
+    async with opened(database_url) as store:
+        await store.commit(root)
+        store.aliases.add([(b"k" * 16, Alias(ids=ids(6)))], again.generated_ids)
+        with pytest.raises(TurnFailure) as failure:
+            await store.commit(again)
+        assert failure.value.code == "server_error"
+        assert "Hello" not in str(failure.value)
+        row = await store.session("alice", "ses_1")
+        assert row is not None
+        assert row.turns == 1
+        found = await store.get("alice", root.id)
+        assert found is not None
+        assert found.generated_ids == root.generated_ids
+
+
+async def test_many_commits_at_once(database_url: str):
+    async with opened(database_url) as store:
+        root = response()
+        await store.commit(root)
+        children = [child(root, i) for i in range(30)]
+        await asyncio.gather(*(store.commit(c) for c in children))
+        row = await store.session("alice", "ses_1")
+        assert row is not None
+        assert row.turns == 31
+
+
+async def test_aliases_are_committed_with_their_turn(database_url: str):
+    turn = response()
+    unstored = ids(9, 9)
+    async with opened(database_url) as store:
+        store.aliases.add([(b"a" * 16, Alias(ids=ids(1), context=b"c" * 16, lead="\n", claim=b"x"))], turn.generated_ids)
+        store.aliases.add([(b"b" * 16, Alias(ids=ids(2)))], unstored)
+        await store.commit(turn)
+    async with opened(database_url) as store:
+        found = store.aliases.find([b"a" * 16, b"b" * 16, b"c" * 16])
+        assert dict(found) == {b"a" * 16: (Alias(ids=ids(1), context=b"c" * 16, lead="\n", claim=b"x"),)}
+
+
+async def test_a_used_idempotency_key_stays_with_its_first_response(database_url: str):
+    first, second = response(idempotency_key="k"), response(idempotency_key="k")
+    async with opened(database_url) as store:
+        await store.commit(first)
+        await store.commit(second)
+        found = await store.by_idempotency_key("alice", "k")
+        assert found is not None
+        assert found.id == first.id
+
+
+@pytest.mark.postgres
+async def test_a_dead_database_is_a_clear_error_and_comes_back(postgres: Any):
+    url = postgres.new_database()
+    async with opened(url) as store:
+        first = response()
+        await store.commit(first)
+        postgres.stop()
+        try:
+            late = child(first, 8)
+            with pytest.raises(TurnFailure, match="did not take this turn") as failure:
+                await store.commit(late)
+            assert failure.value.code == "server_error"
+            with pytest.raises(ServerError, match="cannot be used now"):
+                await store.get("alice", first.id)
+            assert store.aliases.find([b"z" * 16]) == {}
+            assert await store.chain("alice", first.id) is not None  # known, so the running session can go on
+        finally:
+            postgres.start()
+        await store.commit(late)
+        found = await store.get("alice", late.id)
+        assert found is not None
+        assert found.prompt_ids == late.prompt_ids
+
+
+async def test_a_locked_sqlite_is_a_clear_error(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentserve.session.database.BUSY_TIMEOUT_MS", 50)
+    async with opened(f"sqlite:///{tmp_path}/s.db") as store:
+        with store._writer.begin():
+            with pytest.raises(TurnFailure, match="OperationalError"):
+                await store.commit(response())
+            assert await store.sessions("alice", 10, None) == ()  # reading goes on
+        await store.commit(response())
