@@ -192,7 +192,7 @@ class Connection:
 
     def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
         request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
-        if not self._draining and self._lanes.submit(lane, request):
+        if self._lanes.submit(lane, request):
             self._begin(request)
 
     def _begin(self, request: TurnRequest) -> None:

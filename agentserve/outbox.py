@@ -13,7 +13,7 @@ from collections.abc import Callable
 class Outbox:
     """Queue of payloads between turns and a socket.
 
-    max_bytes, max_events: where it is full. slow_s: how long it may stay full before `on_slow` is called, once.
+    max_bytes, max_events: where it is full. slow_s: how long it may stay full, or not move at all, before `on_slow` is called.
     write: hands a payload to the socket and returns True, or returns False if it would have to wait.
     """
 
@@ -37,6 +37,8 @@ class Outbox:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._timer: asyncio.TimerHandle | None = None
+        self._moved_at = 0.0
+        self._full_since: float | None = None
         self.closed = False
 
     @property
@@ -55,9 +57,13 @@ class Outbox:
         self._queue.append(payload)
         self._bytes += len(payload)
         self._filled.set()
+        loop = asyncio.get_running_loop()
+        if self._timer is None:
+            self._moved_at = loop.time()
+            self._timer = loop.call_later(self._slow_s, self._look)
         if self._has_room.is_set() and (len(self._queue) >= self._max_events or self._bytes >= self._max_bytes):
             self._has_room.clear()
-            self._timer = asyncio.get_running_loop().call_later(self._slow_s, self._still_full)
+            self._full_since = loop.time()
 
     async def room(self) -> None:
         """Wait until it is no longer full, or closed."""
@@ -77,8 +83,10 @@ class Outbox:
         if not self._queue:
             return
         self._bytes -= len(self._queue.popleft())
+        self._moved_at = asyncio.get_running_loop().time()
         if not self._has_room.is_set() and len(self._queue) * 2 <= self._max_events and self._bytes * 2 <= self._max_bytes:
-            self._make_room()
+            self._has_room.set()
+            self._full_since = None
 
     def close(self, *, drop: bool) -> None:
         """Take no more. drop: also forget what is queued."""
@@ -86,15 +94,21 @@ class Outbox:
         if drop:
             self._queue.clear()
             self._bytes = 0
-        self._make_room()
-        self._filled.set()
-
-    def _make_room(self) -> None:
         self._has_room.set()
+        self._filled.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _still_full(self) -> None:
+    def _look(self) -> None:
+        """Is the reader too slow? Otherwise look again when it could be."""
         self._timer = None
-        self._on_slow()
+        if not self._queue:
+            return
+        loop = asyncio.get_running_loop()
+        since = self._moved_at if self._full_since is None else min(self._moved_at, self._full_since)
+        left_s = since + self._slow_s - loop.time()
+        if left_s <= 0:
+            self._on_slow()
+        else:
+            self._timer = loop.call_later(left_s, self._look)

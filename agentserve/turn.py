@@ -14,6 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from agentserve.config import Config
@@ -43,6 +44,8 @@ from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Toke
 log = logging.getLogger(__name__)
 
 MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
+MAX_HELD = 16_384
+"""Characters that wait to be joined to one delta while the reader is slow; then they take their place in its queue."""
 
 
 class Sink(Protocol):
@@ -120,6 +123,7 @@ class Turn:
         self._reasoning_tokens = 0
         self._held: Delta | None = None
         self._held_logprobs: list[Any] = []
+        self._markers: frozenset[int] = frozenset()
         deadline_ms = request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000)
         self._deadline = DeadlineTracker(deadline_ms)
 
@@ -180,6 +184,7 @@ class Turn:
     async def generate(self, rendered: Rendered) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
         parser = self.services.text.parser(self._render_request, rendered)
+        self._markers = frozenset(i for ids in msgspec.structs.astuple(rendered.markers) for i in ids)
         start = self._start(rendered)
         self._started = True
         if self.cancelled:
@@ -315,7 +320,8 @@ class Turn:
         if frame.logprobs:
             for token_id, mark in zip(frame.ids, frame.logprobs, strict=True):
                 self._generated.append(token_id)
-                self._held_logprobs.append(self._logprob(token_id, mark.logprob, mark.top))
+                if token_id not in self._markers:
+                    self._held_logprobs.append(self._logprob(token_id, mark.logprob, mark.top))
                 self._write(parser.push((token_id,)))
         else:
             self._generated.extend(frame.ids)
@@ -331,7 +337,7 @@ class Turn:
             if held is not None:
                 if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
                     self._held = type(held)(held.text + delta.text)
-                    if not self.sink.pressed:
+                    if len(held.text) >= MAX_HELD or not self.sink.pressed:
                         self._flush()
                     continue
                 self._flush()

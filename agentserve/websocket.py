@@ -48,3 +48,8 @@ class DirectSocket(WebSocketsSansIOProtocol):
             self.read_paused = False
             self.transport.resume_reading()
         self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def keepalive_timeout(self) -> None:
+        """A peer that answers no ping reads nothing either: do not wait for it to take what is buffered."""
+        super().keepalive_timeout()
+        self.transport.abort()

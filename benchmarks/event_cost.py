@@ -1,8 +1,8 @@
 """What one streamed token event costs the server process: worker pipe in, WebSocket frame out, nothing joined.
 
-Four processes as in production: this one measures and reads every event, a server, a worker that sends scripted frames over the
-real pipe. CPU time of the server is read from the kernel around the stream. Paces: frames as fast as the pipe takes them, one turn
-at 500 tokens per second, and eight turns at 100 tokens per second each.
+Processes as in production: this one is the client and reads every event, a server, a worker that sends scripted frames over
+the real pipe. The server's CPU time is read from the kernel around the stream. Paces: as fast as the pipe takes it, one
+turn at 500 tokens per second, and eight turns at 100 tokens per second each.
 
     python -m benchmarks.event_cost [--tokens 20000] [--record]
 """

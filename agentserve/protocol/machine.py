@@ -123,7 +123,12 @@ class Lanes(Generic[T]):
         self._lanes: dict[str | None, Lane[T]] = {None: Lane(None)}
 
     def submit(self, stream_id: str | UnsetType, turn: T) -> bool:
-        """True: start it now. False: it waits its turn. Raises StreamLimitReached or RateLimitExceeded."""
+        """True: start it now. False: it waits its turn; after `close` it is dropped.
+
+        Raises StreamLimitReached, RateLimitExceeded.
+        """
+        if self.closed:
+            return False
         lane = self._open(stream_id)
         if lane.active is None:
             lane.active = turn

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from tests.fakes.canonical import check
-from tests.fakes.server import TOKEN, FakeServer, running
+from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, wait_for
+from tests.fakes.sockets import client_frame, close_code, raw_socket, read_frames
 from tests.fakes.text import call, ids_of, think
-from tests.fakes.worker import answer
+from tests.fakes.worker import answer, failing, progress
 
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -51,3 +54,255 @@ def test_a_turn_thinks_calls_and_answers_in_canonical_order(server: FakeServer, 
     assert final["output"][2]["arguments"] == '{"a":1}'
     assert final["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert server.store.committed == [final["id"]]
+
+
+def test_every_event_echoes_the_lane_and_lanes_interleave(server: FakeServer, socket: ClientConnection) -> None:
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [gate, *answer("slow")(start)])
+    server.worker.scripts.append(answer("fast"))
+    send(socket, input="a", stream_id="one")
+    wait_for(lambda: len(server.worker.starts) == 1)
+    send(socket, input="b", stream_id="two")
+    seen: dict[str, list[dict[str, Any]]] = {"one": [], "two": []}
+    while not (seen["two"] and seen["two"][-1]["type"] == "response.completed"):
+        event = json.loads(socket.recv(timeout=10))
+        seen[event["stream_id"]].append(event)
+    server.call(gate.set)
+    while seen["one"][-1]["type"] != "response.completed":
+        event = json.loads(socket.recv(timeout=10))
+        seen[event["stream_id"]].append(event)
+    assert check(seen["one"], "one")["output"][0]["content"][0]["text"] == "slow"
+    assert check(seen["two"], "two")["output"][0]["content"][0]["text"] == "fast"
+
+
+def test_turns_of_one_lane_run_one_after_the_other(server: FakeServer, socket: ClientConnection) -> None:
+    send(socket, input="first")
+    send(socket, input="second")
+    first, second = until_terminal(socket), until_terminal(socket)
+    assert check(first)["id"] != check(second)["id"]
+
+
+def test_a_turn_follows_its_parent_with_the_items_of_both(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(answer(call("f", "{}")))
+    send(socket, input="go", tools=[{"type": "function", "name": "f"}])
+    parent = check(until_terminal(socket))
+    output = {"type": "function_call_output", "call_id": parent["output"][0]["call_id"], "output": "done"}
+    send(socket, previous_response_id=parent["id"], input=[output])
+    child = check(until_terminal(socket))
+    assert child["previous_response_id"] == parent["id"]
+    rendered = server.text.renders[-1]
+    assert [type(i).__name__ for i in rendered.items] == ["Message", "FunctionCall", "FunctionCallOutput"]
+    assert [t.name for t in rendered.tools] == ["f"]
+    assert server.store.rows[child["id"]].session == server.store.rows[parent["id"]].session
+
+
+def test_unstored_turns_can_be_followed_on_their_connection_only(server: FakeServer, socket: ClientConnection) -> None:
+    send(socket, input="a", store=False)
+    first = check(until_terminal(socket))
+    send(socket, input="b", store=False, previous_response_id=first["id"])
+    second = check(until_terminal(socket))
+    assert len(server.text.renders[-1].items) == 3
+    assert server.store.committed == []
+    with connect(server.ws_url, additional_headers=AUTH) as other:
+        send(other, input="c", previous_response_id=second["id"])
+        error = until_terminal(other)[-1]
+        assert (error["type"], error["status"]) == ("error", 400)
+        assert error["error"]["code"] == "previous_response_not_found"
+
+
+def test_rows_are_committed_before_completed_is_sent(server: FakeServer, socket: ClientConnection) -> None:
+    send(socket, input="a")
+    while json.loads(socket.recv(timeout=10))["type"] != "response.completed":
+        pass
+    assert len(server.store.committed) == 1
+    row = server.store.rows[server.store.committed[0]]
+    assert row.generated_ids == b"".join(i.to_bytes(4, "little") for i in ids_of("Hello there"))
+
+
+def test_a_commit_that_fails_ends_the_response_as_failed(server: FakeServer, socket: ClientConnection) -> None:
+    server.store.fail = OSError("disk full")
+    send(socket, input="a")
+    events = until_terminal(socket)
+    assert events[-1]["type"] == "response.failed"
+    assert check(events)["error"]["code"] == "server_error"
+
+
+def test_prewarming_renders_and_prefills_and_answers_empty(server: FakeServer, socket: ClientConnection) -> None:
+    send(socket, input=[{"role": "developer", "content": "rules"}], generate=False)
+    final = check(until_terminal(socket))
+    assert final["output"] == []
+    assert final["status"] == "completed"
+    assert not server.worker.starts[0].generate
+
+
+def test_the_token_limit_ends_a_response_as_incomplete(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(answer("abc", reason="length"))
+    send(socket, input="a", max_output_tokens=3)
+    events = until_terminal(socket)
+    assert events[-1]["type"] == "response.incomplete"
+    final = check(events)
+    assert final["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert server.worker.starts[0].sampling.max_tokens == 3
+
+
+@pytest.mark.parametrize("code", ["context_length_exceeded", "deadline_exceeded", "server_error"])
+def test_what_the_worker_fails_with_reaches_the_client(server: FakeServer, socket: ClientConnection, code: str) -> None:
+    server.worker.scripts.append(failing(code, "got 9, accepted 8"))
+    send(socket, input="a")
+    events = until_terminal(socket)
+    assert events[-1]["type"] == "response.failed"
+    error = check(events)["error"]
+    assert (error["code"], error["message"]) == (code, "got 9, accepted 8")
+
+
+def test_a_cancelled_turn_ends_as_incomplete_and_the_lane_goes_on(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
+    send(socket, input="a")
+    text = ""
+    events = []
+    while text != "abc":
+        events.append(json.loads(socket.recv(timeout=10)))
+        text += events[-1].get("delta", "")
+    socket.send(json.dumps({"type": "response.cancel", "response_id": events[0]["response"]["id"]}))
+    events += until_terminal(socket)
+    assert events[-1]["type"] == "response.incomplete"
+    final = check(events)
+    assert (final["status"], final["incomplete_details"]) == ("cancelled", {"reason": "cancelled"})
+    send(socket, input="b")
+    assert check(until_terminal(socket))["status"] == "completed"
+
+
+def test_a_client_that_leaves_stops_its_turns(server: FakeServer) -> None:
+    server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
+    with connect(server.ws_url, additional_headers=AUTH) as one:
+        send(one, input="a")
+        wait_for(lambda: len(server.worker.starts) == 1)
+    wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
+    wait_for(lambda: not server.services.active)
+    assert server.store.committed == []
+
+
+def test_a_detached_turn_goes_on_without_its_client(server: FakeServer) -> None:
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
+    with connect(server.ws_url, additional_headers=AUTH) as one:
+        send(one, input="a", agentserve={"detach": True})
+        wait_for(lambda: len(server.worker.starts) == 1)
+    wait_for(lambda: len(server.api.sockets) == 0)
+    server.call(gate.set)
+    wait_for(lambda: len(server.store.committed) == 1)
+
+
+def test_a_waiting_client_hears_something_before_output(server: FakeServer) -> None:
+    with running(config_for_tests(turn={"keepalive_s": 0.1})) as quick:
+        gate = asyncio.Event()
+        quick.worker.scripts.append(lambda start: [progress(start, queued=2), gate, *answer("abc")(start)])
+        with connect(quick.ws_url, additional_headers=AUTH) as one:
+            send(one, input="a")
+            events = [json.loads(one.recv(timeout=10)) for _ in range(6)]
+            assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+            assert {e["type"] for e in events[3:]} == {"response.queued"}
+            quick.call(gate.set)
+            check(events + until_terminal(one))
+
+
+def test_our_events_come_only_to_a_client_that_asked(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.default = answer("abc", reused=2)
+    send(socket, input="a")
+    assert not [e for e in until_terminal(socket) if e["type"].startswith("agentserve.")]
+    asked = ({"agentserve": {"events": True, "ttft_deadline_ms": 5000}}, {"metadata": {"agentserve.events": "1"}})
+    for extra in asked:
+        send(socket, input="a", tools=[{"type": "web_search"}], **extra)
+        events = until_terminal(socket)
+        final = check(events)
+        ours = [e for e in events if e["type"].startswith("agentserve.")]
+        assert {e["type"] for e in ours} == {"agentserve.cache.report", "agentserve.prefill.progress", "agentserve.deadline"}
+        assert {e["response_id"] for e in ours} == {final["id"]}
+        report = next(e for e in ours if e["type"] == "agentserve.cache.report")
+        assert (report["reused_tokens"], report["restored_from"]) == (2, "ram")
+        assert report["checkpoint"] == {"kind": "turn", "position": 2}
+        assert report["ignored_tools"] == ["web_search"]
+        assert ours[-1]["status"] == "met"
+        assert final["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert server.worker.starts[1].deadline_s == 5.0
+    assert server.worker.starts[2].deadline_s is None
+
+
+def test_steering_is_declined_by_name(socket: ClientConnection) -> None:
+    socket.send(json.dumps({"type": "response.steer", "previous_response_id": "resp_x", "input": "stop"}))
+    event = json.loads(socket.recv(timeout=10))
+    assert event["type"] == "response.steer.failed"
+    assert event["error"]["code"] == "steering_not_supported"
+    assert event["steer"] == {"previous_response_id": "resp_x", "input": "stop"}
+
+
+def test_without_parallel_calls_a_turn_ends_after_the_first(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(answer((*call("f", "{}"), *call("f", "{}"))))
+    send(socket, input="a", parallel_tool_calls=False, tools=[{"type": "function", "name": "f"}])
+    final = check(until_terminal(socket))
+    assert final["status"] == "completed"
+    assert len(final["output"]) == 1
+    assert server.store.rows[final["id"]].generated_ids == b"".join(i.to_bytes(4, "little") for i in call("f", "{}"))
+
+
+def test_log_probabilities_come_with_the_text_they_belong_to(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(answer((*think("x"), *ids_of("ab")), logprobs=True))
+    send(socket, input="a", include=["message.output_text.logprobs"], top_logprobs=1)
+    events = until_terminal(socket)
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    assert [[m["token"] for m in e["logprobs"]] for e in deltas] == [["a"], ["b"]]
+    assert len(check(events)["output"][1]["content"][0]["logprobs"]) == 2
+    assert server.worker.starts[0].sampling.logprobs == 1
+
+
+def test_a_custom_tool_takes_free_text(server: FakeServer, socket: ClientConnection) -> None:
+    server.worker.scripts.append(answer(call("patch", "*** begin")))
+    send(socket, input="a", tools=[{"type": "custom", "name": "patch"}])
+    final = check(until_terminal(socket))
+    assert final["output"][0]["type"] == "custom_tool_call"
+    assert final["output"][0]["input"] == "*** begin"
+
+
+def test_the_server_drains_turn_by_turn_and_closes_with_1012(server: FakeServer) -> None:
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
+    with connect(server.ws_url, additional_headers=AUTH) as busy, connect(server.ws_url, additional_headers=AUTH) as idle:
+        send(busy, input="a")
+        wait_for(lambda: len(server.worker.starts) == 1)
+        server.server.should_exit = True
+        with pytest.raises(ConnectionClosed) as closed:
+            idle.recv(timeout=10)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
+        server.call(gate.set)
+        assert check(until_terminal(busy))["status"] == "completed"
+        with pytest.raises(ConnectionClosed) as closed:
+            busy.recv(timeout=10)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
+
+
+def test_a_client_that_never_reads_is_closed_with_1013_and_slows_nobody() -> None:
+    with running(config_for_tests(limits={"buffer_bytes": 1 << 16, "slow_s": 0.3})) as server:
+        server.worker.scripts.append(answer("x" * 300_000, chunk=2_000))
+        with raw_socket(server, receive_buffer=4096) as raw:
+            raw.sendall(client_frame(json.dumps({"type": "response.create", "input": "a"})))
+            wait_for(lambda: len(server.worker.starts) == 1)
+            with connect(server.ws_url, additional_headers=AUTH) as other:
+                send(other, input="b")
+                assert check(until_terminal(other))["status"] == "completed"
+            wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id], 20)
+            assert close_code(raw) == 1013
+        assert server.store.committed == [server.worker.starts[1].turn_id]
+
+
+def test_deltas_are_joined_for_a_slow_client_without_a_gap() -> None:
+    with running(config_for_tests(limits={"buffer_events": 64})) as server:
+        server.worker.scripts.append(answer("x" * 60_000, chunk=1))
+        with raw_socket(server, receive_buffer=4096) as raw:
+            raw.sendall(client_frame(json.dumps({"type": "response.create", "input": "a"})))
+            wait_for(lambda: any(turn.sink.pressed for turn in tuple(server.services.active.values())), 30)
+            events = [json.loads(text) for text in read_frames(raw)]
+        final = check(events)
+        assert final["output"][0]["content"][0]["text"] == "x" * 60_000
+        assert len(events) < 60_000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +22,14 @@ from tests.fakes.worker import FakeWorker
 
 TOKEN = "test-token-1"
 OTHER_TOKEN = "test-token-2"
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait until `condition` holds; fails after `timeout_s`, which is generous, since it only matters for broken code."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.002)
 
 
 class FakeServer:

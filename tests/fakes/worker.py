@@ -87,6 +87,10 @@ def answer(
     return script
 
 
+def progress(start: StartTurn, *, queued: int = 0) -> Progress:
+    return Progress(turn_id=start.turn_id, processed=0, total=len(start.ids) // 4, cached=0, queued=queued, eta_s=1.0)
+
+
 def failing(code: str, message: str) -> Callable[[StartTurn], list[Step]]:
     return lambda start: [TurnFailed(start.turn_id, code, message)]
 
@@ -128,6 +132,7 @@ class FakeWorker:
                 if isinstance(step, Tokens):
                     output += len(step.ids)
                 if isinstance(step, Tokens) and on_tokens is not None and on_tokens(step):
+                    await asyncio.sleep(0)
                     continue
                 ended = isinstance(step, TurnFinished | TurnFailed)
                 yield step

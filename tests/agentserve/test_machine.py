@@ -1,0 +1,147 @@
+"""The sans-I/O protocol machine: nothing leads to a second terminal event, a gap, or two turns at once in a lane."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import UNSET
+
+from agentserve.errors import IllegalEvent, InvalidStreamId, RateLimitExceeded, StreamLimitReached, TurnFailure
+from agentserve.events import ResponseEvents
+from agentserve.interfaces import CallClose, CallDelta, CallOpen, ReasoningDelta, TextDelta
+from agentserve.protocol.codec import encode
+from agentserve.protocol.machine import TERMINAL, Lanes, ResponseOrder, stream_id_of
+from agentserve.protocol.responses import ResponseBody, usage
+from agentserve.protocol.server_events import Event
+from tests.fakes.canonical import LETTERS, check
+
+EVENTS = [
+    *LETTERS,
+    *(f"added:{k}" for k in ("reasoning", "message", "function_call", "custom_tool_call")),
+    "agentserve.deadline",
+]
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=60))
+def test_order_accepts_no_second_terminal_and_never_skips_a_number(events: list[str]) -> None:
+    order, numbers, ended = ResponseOrder(), [], 0
+    for event in events:
+        before = (order.state, order.next_number)
+        try:
+            numbers.append(order.advance(event))
+        except IllegalEvent:
+            assert (order.state, order.next_number) == before
+        else:
+            ended += event in TERMINAL
+    assert numbers == list(range(len(numbers)))
+    assert ended <= 1
+    assert order.ended == (ended == 1)
+
+
+DELTAS = st.one_of(
+    st.builds(ReasoningDelta, st.text(min_size=1, max_size=3)),
+    st.builds(TextDelta, st.text(min_size=1, max_size=3)),
+    st.tuples(st.sampled_from(["f", "g"]), st.booleans(), st.lists(st.text(min_size=1, max_size=3), max_size=3)),
+)
+
+
+@given(st.lists(DELTAS, max_size=12), st.sampled_from(["completed", "max_output_tokens", "failed"]), st.booleans())
+def test_any_deltas_give_one_whole_response_in_canonical_order(deltas: list[Any], end: str, lane: bool) -> None:
+    sent: list[Event] = []
+    name = "lane-1" if lane else UNSET
+    events = ResponseEvents(ResponseBody(id="resp_1", created_at=1, status="in_progress", model="m"), sent.append, name)
+    events.created()
+    events.in_progress()
+    for delta in deltas:
+        if isinstance(delta, tuple):
+            events.write(CallOpen(delta[0], delta[1]))
+            for part in delta[2]:
+                events.write(CallDelta(part))
+            events.write(CallClose())
+        else:
+            events.write(delta)
+    if end == "failed":
+        events.failed(TurnFailure("server_error", "it broke"))
+    else:
+        use = usage(prompt=3, cached=1, written=2, output=len(deltas), reasoning=0)
+        events.finished(usage=use, incomplete=None if end == "completed" else end, now=2)
+        events.end()
+    final = check([json.loads(encode(e)) for e in sent], "lane-1" if lane else None)
+    assert final["status"] == {"max_output_tokens": "incomplete"}.get(end, end)
+    with pytest.raises(IllegalEvent):
+        events.in_progress()
+
+
+class LanesMachine(RuleBasedStateMachine):
+    """Lanes against a plain model: a dict of queues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: Lanes[int] = Lanes(max_lanes=3, max_waiting=4)
+        self.model: dict[Any, deque[int]] = {UNSET: deque()}
+        self.next_turn = 0
+        self.closed = False
+
+    @rule(lane=st.sampled_from([UNSET, "a", "b", "c", "d"]))
+    def submit(self, lane: Any) -> None:
+        turn = self.next_turn
+        if self.closed:
+            assert not self.lanes.submit(lane, turn)
+            return
+        waiting = sum(max(0, len(q) - 1) for q in self.model.values())
+        try:
+            started = self.lanes.submit(lane, turn)
+        except StreamLimitReached:
+            assert lane not in self.model
+            assert len(self.model) == 4
+        except RateLimitExceeded:
+            assert waiting >= 4
+            assert self.model[lane]
+        else:
+            queue = self.model.setdefault(lane, deque())
+            assert started == (not queue)
+            queue.append(turn)
+            self.next_turn += 1
+
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from([k for k, q in self.model.items() if q]))
+        self.model[lane].popleft()
+        following = self.lanes.finished(lane)
+        assert following == (self.model[lane][0] if self.model[lane] else None)
+
+    @rule()
+    def close(self) -> None:
+        self.lanes.close()
+        self.closed = True
+        for queue in self.model.values():
+            while len(queue) > 1:
+                queue.pop()
+
+    @invariant()
+    def active_turns_are_the_heads(self) -> None:
+        assert set(self.lanes.all_active()) == {q[0] for q in self.model.values() if q}
+        for lane, queue in self.model.items():
+            assert self.lanes.active(lane) == (queue[0] if queue else None)
+
+
+LanesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLanes = LanesMachine.TestCase
+
+
+@pytest.mark.parametrize("good", ["a", "A.b-c_9", "x" * 256])
+def test_stream_ids_that_are_accepted(good: str) -> None:
+    assert stream_id_of(good) == good
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 257, "a b", "ä", "a\n", 7, {}, ["a"], "١"])
+def test_stream_ids_that_are_refused(bad: Any) -> None:
+    with pytest.raises(InvalidStreamId):
+        stream_id_of(bad)
