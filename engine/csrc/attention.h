@@ -208,7 +208,7 @@ struct Attention {
         alignas(64) float scaled[8 * W];
         for (int r = 0; r < 8; ++r)
           v_store(scaled + r * W, r < rows ? v_mul(v_load(sums + (d + r) * kLdBuf + v * W), inverse[v]) : v_zero());
-        v_transpose_8xW(scaled, W, turned);
+        v_transpose_8xW(scaled, W, turned, 8);
         for (int i = 0; i < n; ++i) {
           int query = task.first + v * W + i, t = query / a.group, h = task.kv_head * a.group + query % a.group;
           ptrdiff_t at = (a.start[task.seq] + t) * a.out_row + ptrdiff_t(h) * a.D + d;

@@ -82,7 +82,6 @@ static inline void store_hidden(MulBF16, const float *buf, int rows, int i0, cha
 template <class M, class XT, class WT>
 struct Experts {
   using E = typename M::Elem;
-  static constexpr int kBlock = 64;
   const ExpertArgs &a;
   Grouping g;
   const E *x_rows;     // [T][H] in the multiplier's element type, for dot groups
@@ -164,19 +163,11 @@ struct Experts {
 
   // Panels outside, rows inside: a token's sums are touched once per row block, not once per 8 rows.
   void down_lanes(const Group &group, int h0, int h1, char *scratch) {
-    alignas(64) float buf[8 * kLdBuf], turned[W * 8], y[kLdBuf * kBlock];
+    alignas(64) float y[kLdBuf * kBlock];
     int k = units<M>(a.I);
     Rows w = RowSource<M>::prepare(down_row(group, h0), a.I, h1 - h0, a.I, scratch);
     for_panels(group.panels(), [&](int p, int nv) {
-      Panels x = {group.h + p * h_panel, h_panel, nv, k};
-      for (int at = 0; at < h1 - h0; at += 8) {
-        int rows = min_int(8, h1 - h0 - at);
-        lane_tile<M>(w.data + at * w.stride, w.stride, 4, 8 * w.stride, rows, x, buf);
-        for (int v = 0; v < nv; ++v) {
-          v_transpose_8xW(buf + v * W, kLdBuf, turned);
-          for (int t = 0; t < W; ++t) __builtin_memcpy(y + (v * W + t) * kBlock + at, turned + t * 8, 32);
-        }
-      }
+      lane_block<M>(w, h1 - h0, Panels{group.h + p * h_panel, h_panel, nv, k}, y);
       int first = p * W, n = min_int(nv * W, group.lanes - first);
       for (int t = 0; t < n; ++t) add(group.first + first + t, h0, y + t * kBlock, h1 - h0);
     });

@@ -39,13 +39,6 @@ static void linear_dot(const LinearArgs &a) {
   });
 }
 
-// A tile's [8 rows][W tokens] result to token-major rows of 8.
-static inline void store_tile(const LinearArgs &a, const float *buf, int n0, int rows, int t0, int tokens) {
-  float turned[W * 8];
-  v_transpose_8xW(buf, kLdBuf, turned);
-  for (int t = 0; t < tokens; ++t) a.store(t0 + t, n0, turned + t * 8, rows);
-}
-
 template <class M, class XT, class WT>
 static void linear_lanes(const LinearArgs &a, int t_begin, int t_end) {
   int panels = ceil_div(t_end - t_begin, W), k = units<M>(a.K);
@@ -57,23 +50,17 @@ static void linear_lanes(const LinearArgs &a, int t_begin, int t_end) {
     for (int i = 0; i < n; ++i) rows[i] = (const XT *)a.x + (t0 + i) * a.xs;
     pack_panel(M(), rows, n, a.K, packed + p * stride);
   });
-  constexpr int kBlock = 32;
   double flops = 2.0 * panels * W * a.N * a.K;
   parallel(ceil_div(a.N, kBlock), estimate_us(flops, 0), [&](int task, int worker) {
-    alignas(64) float buf[8 * kLdBuf];
-    char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.K));
-    int end = min_int(a.N, (task + 1) * kBlock);
-    for (int n0 = task * kBlock; n0 < end; n0 += 8) {
-      int rows = min_int(8, end - n0);
-      Rows w = RowSource<M>::prepare((const WT *)a.w + ptrdiff_t(n0) * a.K, a.K, rows, a.K, scratch);
-      for_panels(panels, [&](int p, int nv) {
-        lane_tile<M>(w.data, w.stride, 4, 8 * w.stride, rows, Panels{packed + p * stride, stride, nv, k}, buf);
-        for (int v = 0; v < nv; ++v) {
-          int t0 = t_begin + (p + v) * W;
-          store_tile(a, buf + v * W, n0, rows, t0, min_int(W, t_end - t0));
-        }
-      });
-    }
+    alignas(64) float y[kLdBuf * kBlock];
+    char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(kBlock, a.K));
+    int n0 = task * kBlock, rows = min_int(kBlock, a.N - n0);
+    Rows w = RowSource<M>::prepare((const WT *)a.w + ptrdiff_t(n0) * a.K, a.K, rows, a.K, scratch);
+    for_panels(panels, [&](int p, int nv) {
+      lane_block<M>(w, rows, Panels{packed + p * stride, stride, nv, k}, y);
+      int t0 = t_begin + p * W, n = min_int(nv * W, t_end - t0);
+      for (int t = 0; t < n; ++t) a.store(t0 + t, n0, y + t * kBlock, rows);
+    });
   });
 }
 

@@ -89,6 +89,9 @@ struct RowSource<MulBF16> {
 
 // ---- lane tile ----
 
+// Keeps the compiler from turning one pointer into several.
+#define ASV_OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
 // Rows 0…R/2-1 start at a, the others at b (gate and up rows, or one block split in two), `stride` bytes apart; a row's
 // units are `step` bytes apart. `ahead`: bytes from a block of rows to the block that is wanted next, 0 if that is not in
 // the same stream of contiguous rows. buf: [R][ldbuf] floats.
@@ -103,28 +106,32 @@ static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_st
   V acc[R][NV];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) acc[r][v] = v_zero();
-  const char *row[R];
-  for (int r = 0; r < R; ++r) row[r] = r < kHalf ? rows.a + r * rows.stride : rows.b + (r - kHalf) * rows.stride;
-  ptrdiff_t at = 0, i = 0, step = rows.step;
+  // Two moving bases and multiples of the stride: with a pointer per row the compiler runs out of registers and spills
+  // an accumulator's operand in the inner loop.
+  const char *a = rows.a, *b = rows.b, *next_a = a + rows.ahead, *next_b = b + rows.ahead;
+  const ptrdiff_t stride = rows.stride, step = rows.step;
   auto one = [&] {
     typename M::B x[NV];
-    for (int v = 0; v < NV; ++v) x[v] = M::load(panels + v * panel_stride + i * (W * 4));
+    for (int v = 0; v < NV; ++v) x[v] = M::load(panels + v * panel_stride);
     for (int r = 0; r < R; ++r) {
-      typename M::B w = M::broadcast(row[r] + at);
+      typename M::B w = M::broadcast(r < kHalf ? a + r * stride : b + (r - kHalf) * stride);
       for (int v = 0; v < NV; ++v) acc[r][v] = M::mac(acc[r][v], w, x[v]);
     }
-    ++i;
-    at += step;
+    panels += W * 4;
+    a += step;
+    b += step;
+    ASV_OPAQUE(a);
+    ASV_OPAQUE(b);
   };
-  const char *next_a = rows.a + rows.ahead, *next_b = rows.b + rows.ahead;
-  while (i + kLine <= k) {
+  int left = k;
+  for (; left >= kLine; left -= kLine) {
     if (rows.ahead != 0) {
       for (int r = 0; r < kHalf; ++r, next_a += 64) __builtin_prefetch(next_a, 0, 2);
       for (int r = kHalf; r < R; ++r, next_b += 64) __builtin_prefetch(next_b, 0, 2);
     }
     for (int j = 0; j < kLine; ++j) one();
   }
-  while (i < k) one();
+  for (; left > 0; --left) one();
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
 }
@@ -177,6 +184,18 @@ static inline void for_panels(int panels, F &&body) {
     int nv = left == 4 ? 2 : min_int(left, kMaxVec);
     body(at, nv);
     at += nv;
+  }
+}
+
+constexpr int kBlock = 64;  // rows whose results are gathered by token before they leave
+
+// Rows of weights times one lane tile's panels, token by token. w: rows (<= kBlock) of a block. y: [nv * W][kBlock].
+template <class M>
+static inline void lane_block(const Rows &w, int rows, const Panels &x, float *y) {
+  alignas(64) float buf[8 * kLdBuf];
+  for (int at = 0; at < rows; at += 8) {
+    lane_tile<M>(w.data + at * w.stride, w.stride, 4, 8 * w.stride, min_int(8, rows - at), x, buf);
+    for (int v = 0; v < x.count; ++v) v_transpose_8xW(buf + v * W, kLdBuf, y + v * W * kBlock + at, kBlock);
   }
 }
 

@@ -39,6 +39,7 @@ static inline V v_add(V a, V b) { return _mm256_add_ps(a, b); }
 static inline V v_sub(V a, V b) { return _mm256_sub_ps(a, b); }
 static inline V v_mul(V a, V b) { return _mm256_mul_ps(a, b); }
 static inline V v_div(V a, V b) { return _mm256_div_ps(a, b); }
+static inline V v_reciprocal(V x) { return _mm256_div_ps(_mm256_set1_ps(1.0f), x); }
 static inline V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 static inline V v_max(V a, V b) { return _mm256_max_ps(a, b); }
 static inline V v_min(V a, V b) { return _mm256_min_ps(a, b); }
@@ -77,11 +78,11 @@ static inline void v_transpose(V r[8]) {
   }
 }
 
-static inline void v_transpose_8xW(const float *in, int ld, float *out) {
+static inline void v_transpose_8xW(const float *in, int ld, float *out, int ldout) {
   V r[8];
   for (int i = 0; i < 8; ++i) r[i] = v_load(in + i * ld);
   v_transpose(r);
-  for (int i = 0; i < 8; ++i) v_store(out + i * 8, r[i]);
+  for (int i = 0; i < 8; ++i) v_store(out + i * ldout, r[i]);
 }
 
 struct MulF32 {

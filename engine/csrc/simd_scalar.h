@@ -48,6 +48,7 @@ static inline V v_add(V a, V b) { return a + b; }
 static inline V v_sub(V a, V b) { return a - b; }
 static inline V v_mul(V a, V b) { return a * b; }
 static inline V v_div(V a, V b) { return a / b; }
+static inline V v_reciprocal(V x) { return v_set(1.0f) / x; }
 static inline V v_fma(V a, V b, V c) { return a * b + c; }
 static inline V v_select(VI mask, V x, V y) { return (V)((mask & (VI)x) | (~mask & (VI)y)); }
 static inline V v_max(V a, V b) { return v_select((VI)(a > b), a, b); }
@@ -69,9 +70,9 @@ static inline void v_transpose(V r[4]) {
     }
 }
 
-static inline void v_transpose_8xW(const float *in, int ld, float *out) {
+static inline void v_transpose_8xW(const float *in, int ld, float *out, int ldout) {
   for (int row = 0; row < 8; ++row)
-    for (int lane = 0; lane < W; ++lane) out[lane * 8 + row] = in[row * ld + lane];
+    for (int lane = 0; lane < W; ++lane) out[lane * ldout + row] = in[row * ld + lane];
 }
 
 struct MulF32 {

@@ -24,10 +24,7 @@ static inline V v_exp(V x) {
   p = v_fma(p, v_mul(r, r), v_add(r, v_set(1.0f)));
   return v_scale2(p, n);
 }
-static inline V v_sigmoid(V x) {
-  V one = v_set(1.0f);
-  return v_div(one, v_add(one, v_exp(v_sub(v_zero(), x))));
-}
+static inline V v_sigmoid(V x) { return v_reciprocal(v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x)))); }
 static inline V v_silu(V x) { return v_mul(x, v_sigmoid(x)); }
 
 // Apply body(offset, n) over a row in whole vectors and one partial.
