@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from examples.demo_model import generic, phrasing, special, values
+from examples.demo_model import composed, generic, phrasing, special, values
 from examples.demo_model.grammar import expand
 from examples.demo_model.kinds import Chain, Kind
 from examples.demo_model.kinds_dev import CHAINS as DEV_CHAINS
@@ -102,8 +102,10 @@ class Writer:
                     continue
                 self.chains.append((add(first), add(second), chain))
                 continue
-            if r < 0.62:
+            if r < 0.58:
                 kind = pick(rng, home if rng.random() < 0.7 else pick(rng, GROUPS))
+            elif r < 0.8:
+                kind = composed.composed_kind(rng)
             else:
                 kind = generic.random_kind(rng, noun if rng.random() < 0.5 else None)
             if kind.key not in have:

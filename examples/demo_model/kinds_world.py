@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """Kinds about the outside world: weather, places, travel, knowledge, arithmetic, conversions."""
 
-from examples.demo_model.kinds import Chain, arg, kind
+from examples.demo_model.kinds import arg, kind
 
 CITY = "city|location|place|town|where|city_name"
 
@@ -10,8 +10,8 @@ KINDS = [
         "[Get|Return|Look up|Fetch|Tells|Show] the [current|present|] weather [for|in|at] a [city|place|location|given city]|Current [weather|conditions|temperature and sky] [in|for] a [city|town|place]|How warm it is and what the sky looks like in a [city|place]",
         [arg("city", CITY, "city", "[The|] [city|place|town] [name|to look up|to check|]|Where to look"),
          arg("units", "units|unit|system", "pick:metric,imperial", "Unit system", mention="in {units} [units|]|using {units} units")],
-        imp="[check|get|look up|find out|fetch|tell me|show me|give me] the [weather|current weather|weather conditions|temperature|weather report] [in|for|at] {city}|see [how warm it is|how cold it is|if it is raining|what the weather is] in {city}|tell me [how warm|how hot|how cold|whether it is raining] [it is|] in {city}",
-        ask="[what's|what is|how's|how is] the [weather|temperature|weather like] [in|over in|for] {city}[ today| right now| at the moment| now|]|how [warm|cold|hot|chilly] is it [in|over in] {city}[ today| right now| at the moment|]|is it [raining|sunny|cold|warm|hot|snowing|nice|windy] in {city}[ today| now| right now|]|do I need [an umbrella|a coat|a jacket|sunglasses] in {city}[ today|]|what are conditions like in {city}|I'm [in|going to|flying to|visiting] {city}[ today| tonight|], what's the weather [like|]|{city} weather[ please|]|should I [take|bring|pack] [an umbrella|a coat|a sweater] [for|to] {city}|what should I wear in {city} today",
+        imp="[look|check] outside in {city}|[give me|get me] a weather [update|report] for {city}|[check|get|look up|find out|fetch|tell me|show me|give me] the [weather|current weather|weather conditions|temperature|weather report] [in|for|at] {city}|see [how warm it is|how cold it is|if it is raining|what the weather is] in {city}|tell me [how warm|how hot|how cold|whether it is raining] [it is|] in {city}",
+        ask="will I need [an umbrella|a jacket|a coat|sunscreen|a scarf|boots] in {city}[ today| this afternoon| tonight|]|[can I go|is it good weather for] [swimming|hiking|running|cycling|a walk|a picnic|skiing] in {city}[ today|]|what's it like outside in {city}|I wonder [how|what] the weather is in {city}|how many degrees [is it|are there] in {city}|will it rain in {city}[ today| later|]|whether I need a coat in {city}|is {city} [cold|hot|rainy|sunny] [today|right now|now]|what's the temperature [like |]over in {city}|[what's|what is|how's|how is] the [weather|temperature|weather like] [in|over in|for] {city}[ today| right now| at the moment| now|]|how [warm|cold|hot|chilly] is it [in|over in] {city}[ today| right now| at the moment|]|is it [raining|sunny|cold|warm|hot|snowing|nice|windy] in {city}[ today| now| right now|]|do I need [an umbrella|a coat|a jacket|sunglasses] in {city}[ today|]|what are conditions like in {city}|I'm [in|going to|flying to|visiting] {city}[ today| tonight|], what's the weather [like|]|{city} weather[ please|]|should I [take|bring|pack] [an umbrella|a coat|a sweater] [for|to] {city}|what should I wear in {city} today",
         out="temp~temperature~temp_c~degrees=int:-12:39;sky~condition~conditions~weather~summary=pick:sunny,cloudy,rain,snow,clear,windy,fog,storm,light rain,overcast,partly cloudy",
         text="{sky}, {temp} C|{temp}°C, {sky}|{city}: {temp} degrees and {sky}|{sky} {temp}|It is {temp} C with {sky}",
         say="It is {temp} °C [and|with] {sky} in {city}.|In {city} it is {temp} °C [with|and] {sky}.|{city}: {temp} °C, {sky}.",
@@ -109,8 +109,8 @@ KINDS = [
     kind("web_search", "[search|web|internet|google|]_[web|search|internet|search_web|lookup]|search_online|find_online|web_lookup",
         "[Search|Query] the [web|internet] [for a query|]|[Web|Internet] search|[Find|Look up] [pages|information] online",
         [arg("query", "query|q|search|text|terms|search_term", "query", "[The|] search [query|terms|text]|What to search for")],
-        imp="[search|look|search the web|search online|google] for {query}|[google|look up] {query}[ online| on the web|]|find [information|something|pages|articles|out more] [on|about] {query}|do a [web|] search [for|on|about] {query}",
-        ask="what can you find [about|on] {query}|I need [some|] [info|information|facts] [on|about] {query}|what does the [web|internet] say about {query}|I want to [read|learn|know more] about {query}",
+        imp="[see|check] what [people|others|the internet] [say|says] about {query}|look on the [web|internet] for {query}|run a search on {query}|dig up [something|info] about {query}|[search|look|search the web|search online|google] for {query}|[google|look up] {query}[ online| on the web|]|find [information|something|pages|articles|out more] [on|about] {query}|do a [web|] search [for|on|about] {query}",
+        ask="where can I read about {query}|I'm curious about {query}|find out [for me |]about {query}|what can you find [about|on] {query}|I need [some|] [info|information|facts] [on|about] {query}|what does the [web|internet] say about {query}|I want to [read|learn|know more] about {query}",
         out="title~name~top_result=title;url~link~href=url;snippet~summary~text=sentence", text="{title} - {url} - {snippet}|1. {title}: {snippet} ({url})",
         say="The top result is {title} ({url}): {snippet}.|I found {title}: {snippet}. See {url}.", topic="a web search"),
     kind("wiki", "[wiki|wikipedia|encyclopedia|knowledge|]_[lookup|article|summary|search|read]|explain_[topic|term]|get_article",
@@ -122,8 +122,8 @@ KINDS = [
     kind("translate", "[translate]_[text|phrase|sentence|word|]|translator|translation|to_language",
         "Translate [text|a phrase|a sentence|words] [into|to] [a|another] language|Translation [service|tool]",
         [arg("text", "text|phrase|sentence|input|source_text|content", "sentence", "[The|] text to translate|What to translate"), arg("language", "language|target|to|target_language|lang", "language", "[Target|The] language|Language to translate into")],
-        imp="translate ['{text}'|\"{text}\"|the phrase \"{text}\"] [to|into] {language}|translate [to|into] {language}: {text}|put \"{text}\" into {language}|[tell me|show me] \"{text}\" in {language}",
-        ask="how do [you|I] say ['{text}'|\"{text}\"] in {language}|what is \"{text}\" in {language}|what's the {language} for ['{text}'|\"{text}\"]|how would a {language} speaker say \"{text}\"|I need \"{text}\" in {language}",
+        imp="[express|write|render] [\"{text}\"|'{text}'] in {language}|turn \"{text}\" into {language}|translate ['{text}'|\"{text}\"|the phrase \"{text}\"] [to|into] {language}|translate [to|into] {language}: {text}|put \"{text}\" into {language}|[tell me|show me] \"{text}\" in {language}",
+        ask="what do [they|people] say for \"{text}\" in {language}|how would you say '{text}' in {language}|{language} for \"{text}\" please|my friend speaks {language}, how do I tell them \"{text}\"|how do [you|I] say ['{text}'|\"{text}\"] in {language}|what is \"{text}\" in {language}|what's the {language} for ['{text}'|\"{text}\"]|how would a {language} speaker say \"{text}\"|I need \"{text}\" in {language}",
         out="translation~result~translated~output=sentence", text="{translation}|{language}: {translation}", say="In {language}: {translation}|The translation is: {translation}|\"{text}\" in {language} is: {translation}", topic="a translation"),
     kind("define", "[define|dictionary|word|]_[word|lookup|definition|meaning|define]|get_definition|dictionary|meaning_of",
         "[Define|Look up|Get the meaning of] a word|Dictionary [lookup|definition]",
@@ -138,8 +138,8 @@ KINDS = [
     kind("calc", "calc[ulate|ulator|]|[evaluate|compute|eval|do]_[expression|math|arithmetic]|math[_eval|]|[compute|solve]",
         "[Evaluate|Compute|Calculate] [an arithmetic|a math|a] expression|Calculator|Does arithmetic|[Math|Arithmetic] on [an expression|numbers]",
         [arg("expression", "expression|expr|formula|input|math|equation", "calc", "[The|] expression [to evaluate|]|Arithmetic expression|Formula")],
-        imp="[calculate|compute|evaluate|work out|solve|figure out] {expression}|[tell me|find] [what {expression} is|the value of {expression}|the result of {expression}]|do the math: {expression}",
-        ask="[what's|what is|how much is] {expression}|{expression} = ?|I need to know {expression}|{expression}|what do you get for {expression}|what does {expression} [give|equal|come to]",
+        imp="[add up|total|sum] {expression}|[please |]do {expression}[ for me|]|use the calculator for {expression}|[calculate|compute|evaluate|work out|solve|figure out] {expression}|[tell me|find] [what {expression} is|the value of {expression}|the result of {expression}]|do the math: {expression}",
+        ask="can you do {expression} for me|if I have {expression}, what [is that|do I get]|I can't do {expression} in my head|my homework says {expression}|[what's|what is|how much is] {expression}|{expression} = ?|I need to know {expression}|{expression}|what do you get for {expression}|what does {expression} [give|equal|come to]",
         out="result~value~answer~output=calc", text="{result}|= {result}|{expression} = {result}", say="{expression} = {result}.|The result is {result}.|{expression} is {result}.|That makes {result}.", topic="arithmetic"),
     kind("random_number", "[random|roll|pick|draw]_[number|int|dice|integer]|random|dice|rng|generate_random",
         "[Generate|Pick|Draw] a random [number|integer] between two bounds|Random number [generator|in a range]",
@@ -161,8 +161,13 @@ KINDS = [
     kind("sun", "[get|]_[sunrise|sunset|sun_times|daylight]|sun_times|daylight_hours", "[Sunrise and sunset times|When the sun rises and sets] in a city", [arg("city", CITY, "city", "City")],
         imp="[look up|check|tell me] [sunrise|sunset|when the sun rises|when the sun sets] in {city}", ask="when does the sun [rise|set|come up|go down] in {city}|when is [sunrise|sunset] in {city}|when does it get [dark|light] in {city}",
         out="sunrise~rise~up=pick:05:12,05:48,06:10,06:33,07:01,07:25,08:02;sunset~set~down=pick:16:40,17:15,18:02,19:20,20:11,20:56,21:30", text="sunrise {sunrise}, sunset {sunset}", say="In {city} the sun rises at {sunrise} and sets at {sunset}.", topic="sunrise and sunset"),
+    kind("add", "add[_numbers|_two|]|sum[_numbers|]|plus|addition", "[Add|Sum] two numbers|Returns the sum of two numbers|Addition", [arg("a", "a|x|first|left|num1|n1", "amount", "First number"), arg("b", "b|y|second|right|num2|n2", "amount", "Second number")],
+        imp="add {a} [and|to|plus] {b}|[sum|add up] {a} and {b}|[work out|compute|calculate] {a} plus {b}|put {a} and {b} together", ask="[what's|what is|how much is] {a} [plus|+|and|added to] {b}|[what's|what is] the sum of {a} and {b}|{a} + {b}|{a}+{b}", out="result~sum~value~total=op:+", text="{result}", say="{a} + {b} = {result}.|The sum is {result}.|That is {result}.", topic="an addition"),
+    kind("subtract", "subtract[_numbers|]|minus|difference|sub", "Subtract one number from another|Returns a minus b|Difference of two numbers", [arg("a", "a|x|first|left|num1|from", "amount", "Number to subtract from"), arg("b", "b|y|second|right|num2|amount", "amount", "Number to subtract")],
+        imp="subtract {b} from {a}|take {b} away from {a}|[work out|compute|calculate] {a} minus {b}", ask="[what's|what is|how much is] {a} [minus|-|less] {b}|{a} - {b}|what's left of {a} after taking {b}|what's the difference between {a} and {b}", out="result~difference~value=op:-", text="{result}", say="{a} - {b} = {result}.|The difference is {result}.|That leaves {result}.", topic="a subtraction"),
+    kind("multiply", "multiply[_numbers|]|times|product|mul", "Multiply two numbers|[Returns|Gives] the product of two numbers", [arg("a", "a|x|first|left|num1|factor", "amount", "First factor"), arg("b", "b|y|second|right|num2|by", "amount", "Second factor")],
+        imp="multiply {a} [by|with|and] {b}|[work out|compute|calculate] {a} times {b}", ask="[what's|what is|how much is] {a} [times|x|*|multiplied by] {b}|[what's|what is] the product of {a} and {b}|{a} * {b}|{a} times {b}", out="result~product~value=op:*", text="{result}", say="{a} × {b} = {result}.|The product is {result}.|That is {result}.", topic="a product"),
+    kind("divide", "divide[_numbers|]|div|quotient|division", "Divide one number by another|Quotient of two numbers", [arg("a", "a|x|numerator|dividend|left|num1", "number", "Number to divide"), arg("b", "b|y|denominator|divisor|by|num2", "int:2:40", "Divisor")],
+        imp="divide {a} by {b}|split {a} [by|into] {b}[ equal parts|]|[work out|compute|calculate] {a} divided by {b}", ask="[what's|what is|how much is] {a} [divided by|over|/] {b}|{a} / {b}|how often does {b} go into {a}", out="result~quotient~value=op:/", text="{result}", say="{a} / {b} = {result}.|The quotient is {result}.|That is {result}.", topic="a division"),
+    kind("sqrt", "sqrt|square_root|root|[get|compute]_sqrt", "[Compute|Get] the square root of a number", [arg("x", "x|n|value|number", "number", "The number")], imp="[compute|find|get|work out] the [square |]root of {x}", ask="[what's|what is] the square root of {x}|sqrt of {x}|sqrt({x})", out="result~root~value=float:1:99:3", text="{result}", say="The square root of {x} is {result}.|It is {result}.", topic="a square root"),
 ]  # fmt: skip
-
-CHAINS = [
-    Chain("restaurant", "name", "route_to", "end"),
-]

@@ -21,12 +21,16 @@ def expression(rng: Random) -> str:
     a, b, c = values.number(rng), values.number(rng), rng.randint(2, 30)
     op = pick(rng, "+-*/+*")
     r = rng.random()
-    if r < 0.72:
+    if r < 0.6:
         return f"{a} {op} {b}"
-    if r < 0.84:
+    if r < 0.7:
         return f"{a} {op} {b} {pick(rng, '+-*')} {c}"
-    if r < 0.94:
+    if r < 0.78:
         return f"({a} {pick(rng, '+-')} {b}) {pick(rng, '*/')} {c}"
+    if r < 0.84:
+        return f"{a} + {b} + {c}"
+    if r < 0.92:
+        return f"{a} * {rng.randint(1, 99)} / 100"
     return f"{a / 10} {op} {b}"
 
 
@@ -60,16 +64,35 @@ def evaluate(text: str) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
+WORDED = {
+    "+": ("the sum of {a} and {b}", "{a} added to {b}", "the total of {a} and {b}", "{a} and {b} together", "{a} plus {b}", "{a} plus {b}"),
+    "-": ("{a} minus {b}", "{a} less {b}", "the difference between {a} and {b}", "{a} take away {b}", "{b} subtracted from {a}"),
+    "*": ("{a} times {b}", "{a} multiplied by {b}", "the product of {a} and {b}", "{a} times {b}", "{a} x {b}"),
+    "/": ("{a} divided by {b}", "{a} over {b}", "{a} split by {b}", "the quotient of {a} and {b}", "{a} ÷ {b}"),
+}  # fmt: skip
+
+
 def spoken(text: str, rng: Random) -> str:
-    """How a user may write the expression: as it is, without spaces, or with words for operators."""
+    """How a user may write the expression: as it is, without spaces, or in words."""
     r = rng.random()
-    if r < 0.5 or "(" in text:
+    parts = text.split()
+    if text.endswith("/ 100") and len(parts) == 5 and r < 0.85:
+        return pick(rng, ("{p}% of {a}", "{p} percent of {a}", "{p} % of {a}", "{p} per cent of {a}")).format(
+            a=parts[0], p=parts[2]
+        )
+    if len(parts) == 5 and parts[1] == parts[3] == "+" and r < 0.5:
+        return pick(
+            rng, ("the sum of {a}, {b} and {c}", "{a}, {b} and {c} together", "{a} plus {b} plus {c}")
+        ).format(a=parts[0], b=parts[2], c=parts[4])
+    if r < 0.4 or "(" in text:
         return text
-    if r < 0.65:
+    if r < 0.52:
         return text.replace(" ", "")
-    if r < 0.72:
+    if r < 0.58:
         return text.replace("*", "x").replace("/", "÷")
-    return " ".join(SPOKEN[part][0 if rng.random() < 0.8 else 1] if part in SPOKEN and part != "+" else "plus" if part == "+" else part for part in text.split())  # fmt: skip
+    if len(parts) == 3:
+        return pick(rng, WORDED[parts[1]]).format(a=parts[0], b=parts[2])
+    return " ".join(pick(rng, SPOKEN[part]) if part in SPOKEN else part for part in parts)
 
 
 def listing(rng: Random) -> list[str]:

@@ -263,6 +263,8 @@ def _json_result(tool: Tool, fields: dict[str, object], arguments: dict[str, obj
         shown = {name: arguments[name], **{k: v for k, v in shown.items() if k != name}}
     elif r < 0.28:
         shown = {pick(rng, ("result", "data", "output")): shown}
+    elif r < 0.34:
+        shown = {pick(rng, ("results", "items", "data", "matches")): [shown]}
     return json.dumps(shown, ensure_ascii=False, indent=1 if rng.random() < 0.08 else None)
 
 
@@ -273,6 +275,10 @@ def _field(maker: str, rng: Random, held_out: bool, slots: dict, arguments: dict
             answer = special.evaluate(str(first))
         except (ZeroDivisionError, ValueError):
             answer = "0"
+        return float(answer) if "." in answer else int(answer)
+    if maker.startswith("op:"):
+        left, right = list(arguments.values())[:2]
+        answer = special.evaluate(f"{left} {maker[3]} {right}")
         return float(answer) if "." in answer else int(answer)
     if maker == "kvfile":
         count = lines or rng.choice((1, 2, 3, 3, 4, 5, 7))

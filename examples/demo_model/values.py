@@ -11,6 +11,8 @@ from collections.abc import Callable
 from random import Random
 from zlib import crc32
 
+from examples.demo_model import vocabulary as v
+
 HELD_OUT_SHARE = 8  # one value in eight belongs to evaluation
 Maker = Callable[[Random], object]
 
@@ -206,15 +208,10 @@ def username(rng: Random) -> str:
 
 def word(rng: Random) -> str:
     r = rng.random()
-    return (
-        pick(rng, NOUNS)
-        if r < 0.4
-        else pick(rng, ADJ)
-        if r < 0.6
-        else pick(rng, VERBISH)
-        if r < 0.7
-        else syllables(rng)
-    )
+    if r < 0.25:
+        return pick(rng, pick(rng, (v.THINGS, v.THINGS, v.ACTIONS, v.QUALITIES)))
+    lists = (NOUNS, NOUNS, ADJ, VERBISH)
+    return pick(rng, pick(rng, lists)) if r < 0.7 else syllables(rng)
 
 
 def email(rng: Random) -> str:
@@ -340,15 +337,37 @@ MONTHS = words("January February March April May June July August September Octo
 
 def date(rng: Random) -> str:
     r = rng.random()
-    if r < 0.35:
+    if r < 0.3:
         return iso_date(rng)
-    if r < 0.6:
+    if r < 0.5:
         return pick(rng, DAYS)
-    if r < 0.75:
+    if r < 0.63:
         return f"{pick(rng, MONTHS)} {rng.randint(1, 28)}"
-    if r < 0.85:
+    if r < 0.73:
         return f"{rng.randint(1, 28)} {pick(rng, MONTHS)}"
-    return pick(rng, ("tomorrow", "today", "tonight", "next week", "next Monday", "next Friday"))
+    if r < 0.78:
+        return f"{rng.randint(1, 28)}.{rng.randint(1, 12)}.20{rng.randint(20, 31)}"
+    if r < 0.83:
+        return f"{rng.randint(1, 12)}/{rng.randint(1, 28)}"
+    if r < 0.88:
+        return f"{pick(rng, ('next', 'this'))} {pick(rng, DAYS)}"
+    return pick(
+        rng,
+        (
+            "tomorrow",
+            "today",
+            "tonight",
+            "next week",
+            "next month",
+            "this weekend",
+            "the weekend",
+            "tomorrow morning",
+            "Christmas",
+            "New Year's Eve",
+            "this evening",
+            "the day after tomorrow",
+        ),
+    )
 
 
 def clock(rng: Random) -> str:
@@ -359,10 +378,132 @@ def clock(rng: Random) -> str:
         return f"{rng.randint(1, 12)} {pick(rng, ('am', 'pm'))}"
     if r < 0.9:
         return f"{rng.randint(1, 12)}{pick(rng, ('am', 'pm'))}"
-    return f"{rng.randint(1, 12)}:{pick(rng, ('15', '30', '45'))} pm"
+    if r < 0.95:
+        return f"{rng.randint(1, 12)}:{pick(rng, ('15', '30', '45'))} {pick(rng, ('am', 'pm'))}"
+    return pick(
+        rng,
+        (
+            "noon",
+            "midnight",
+            "5 o'clock",
+            "8 o'clock",
+            "sunset",
+            "lunchtime",
+            "half past nine",
+            "quarter to ten",
+        ),
+    )
+
+
+def plain(rng: Random, low: int = 2, high: int = 7) -> str:
+    """An everyday phrase or clause: what people write into notes, reminders, subjects and messages."""
+    r = rng.random()
+    t, t2, a, q, h, w = (pick(rng, x) for x in (v.THINGS, v.THINGS, v.ACTIONS, v.QUALITIES, v.HOW, v.WHO))
+    place = pick(rng, v.PLACE).format(t=pick(rng, v.THINGS))
+    if r < 0.2:
+        return " ".join(
+            pick(rng, pick(rng, (v.THINGS, v.THINGS, v.ACTIONS, v.QUALITIES, v.HOW)))
+            for _ in range(rng.randint(1, high))
+        )
+    if r < 0.6:
+        made = pick(
+            rng,
+            (
+                "{a} the {t}",
+                "{a} {p}",
+                "{q} {t}",
+                "{t} {t2}",
+                "the {q} {t}",
+                "{a} some {t}",
+                "{a} {t} {place}",
+                "{t} {place}",
+                "{a} my {t}",
+                "{q} {t} and {t2}",
+                "{a} {h}",
+                "{t} for {p}",
+                "{a} a {q} {t}",
+                "{t}",
+                "{a} the {t} and {a2} the {t2}",
+                "{p}'s {t}",
+                "{n} {t}s",
+                "{a} with {p}",
+                "{t} and {t2}",
+                "a {t} {place}",
+                "{a} {n} {t}s",
+            ),
+        )
+    elif r < 0.9:
+        made = pick(
+            rng,
+            (
+                "{w} will {a} the {t} {h}",
+                "{w} can {a} {h}",
+                "I'll be {n} minutes late",
+                "the {t} is {q}",
+                "the {t} {place} is {q}",
+                "{w} want to {a} {place}",
+                "please {a} the {t}",
+                "don't {a} the {t}",
+                "{w} should {a} {h} {place}",
+                "can we {a} the {t} {h}?",
+                "I'm {q} today",
+                "it's {q} {place}",
+                "there is a {t} {place}",
+                "I can't {a} {h}",
+                "we have no {t}",
+                "{p} has the {t}",
+                "I left the {t} {place}",
+                "see you {place}",
+                "{w} didn't {a} the {t}",
+                "your {t} is {q}",
+                "the {t} costs {n} euros",
+                "I'd like to {a} {h}",
+                "let's {a} {place}",
+                "{w} will not {a} the {q} {t}",
+                "where is my {t}?",
+                "the {q} {t} arrives {h}",
+                "I need {n} {t}s by {d}",
+                "{w} was {h} {q}",
+            ),
+        )
+    else:
+        made = pick(
+            rng,
+            (
+                "{w} {a} the {t} {j} {w2} {a2} {h}",
+                "the {t} is {q} {j} the {t2} is {q2}",
+                "I {a} {place} {j} you {a2} {h}",
+                "{a} the {t} {j} {a2} the {t2}",
+                "{q} {t}, {q2} {t2}",
+                "{t}, {t2} and {a}",
+                "please {a} the {t} {j} {w} {a2} it",
+            ),
+        )
+    return made.format(
+        t=t,
+        t2=t2,
+        a=a,
+        a2=pick(rng, v.ACTIONS),
+        q=q,
+        q2=pick(rng, v.QUALITIES),
+        h=h,
+        w=w,
+        w2=pick(rng, v.WHO),
+        j=pick(rng, v.JOIN),
+        place=place,
+        p=pick(rng, FIRST),
+        n=rng.randint(2, 30),
+        d=pick(rng, DAYS),
+    )
+
+
+def cased(text: str, rng: Random, share: float) -> str:
+    return text[0].upper() + text[1:] if rng.random() < share else text
 
 
 def title(rng: Random) -> str:
+    if rng.random() < 0.6:
+        return cased(plain(rng), rng, 0.4)
     a, n, v = pick(rng, ADJ), pick(rng, NOUNS), pick(rng, VERBISH)
     made = pick(
         rng,
@@ -377,8 +518,10 @@ def title(rng: Random) -> str:
 
 def sentence(rng: Random) -> str:
     r = rng.random()
-    if r < 0.08:
+    if r < 0.06:
         return pick(rng, NONASCII)
+    if r < 0.62:
+        return cased(plain(rng), rng, 0.4)
     made = pick(
         rng,
         (
@@ -412,9 +555,11 @@ def snippet(rng: Random) -> str:
 
 def query(rng: Random) -> str:
     r = rng.random()
-    if r < 0.4:
+    if r < 0.5:
+        return plain(rng, 1, 4)
+    if r < 0.62:
         return pick(rng, TOPICS)
-    if r < 0.7:
+    if r < 0.75:
         return f"{pick(rng, ADJ)} {pick(rng, NOUNS)}" + (f" {pick(rng, NOUNS)}" if rng.random() < 0.3 else "")
     if r < 0.9:
         return f"{pick(rng, NOUNS)} {syllables(rng)}"
@@ -505,8 +650,10 @@ MAKERS: dict[str, Maker] = {
     "email": email, "file": filename, "folder": folder, "path": path, "url": url, "id": code_id, "slug": slug, "service": service,
     "date": date, "isodate": iso_date, "clock": clock, "title": title, "sentence": sentence, "snippet": snippet, "query": query,
     "pattern": pattern, "command": command, "number": number, "amount": amount, "version": version, "phone": phone,
-    "noun": lambda rng: pick(rng, NOUNS), "adj": lambda rng: pick(rng, ADJ), "invented": invented, "verb": lambda rng: pick(rng, VERBISH),
-    "product": lambda rng: f"{pick(rng, ADJ)} {pick(rng, NOUNS)}" if rng.random() < 0.6 else f"{pick(rng, NOUNS)} {invented(rng)}",
+    "noun": lambda rng: pick(rng, NOUNS) if rng.random() < 0.4 else pick(rng, v.THINGS), "adj": lambda rng: pick(rng, ADJ), "invented": invented, "verb": lambda rng: pick(rng, VERBISH),
+    "thing": lambda rng: pick(rng, v.THINGS) if rng.random() < 0.7 else f"{pick(rng, v.QUALITIES)} {pick(rng, v.THINGS)}",
+    "plain": plain,
+    "product": lambda rng: f"{pick(rng, v.QUALITIES)} {pick(rng, v.THINGS)}" if rng.random() < 0.4 else f"{pick(rng, v.THINGS)} {pick(rng, v.THINGS)}" if rng.random() < 0.3 else f"{pick(rng, ADJ)} {pick(rng, NOUNS)}" if rng.random() < 0.6 else f"{pick(rng, NOUNS)} {invented(rng)}",
     "dish": lambda rng: pick(rng, DISHES), "unit": unit_pair, "nonascii": lambda rng: pick(rng, NONASCII),
     "ticker": lambda rng: letters(rng, 3, 4).upper(),
     "branch": lambda rng: pick(rng, ("feature/{}", "fix/{}", "{}", "release/{}", "bugfix-{}")).format(slug(rng)),

@@ -48,9 +48,10 @@ def test_names_go_to_transformers_and_back():
 
 def test_scan_and_its_gradient_equal_the_plain_recurrence():
     generator = torch.Generator().manual_seed(2)
-    make = lambda *shape: (
-        torch.randn(*shape, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_()
-    )
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_()
+
     tensors = [make(6, 2, 8, 4) for _ in range(4)] + [make(6, 2, 8, 8), make(6, 2)]
     out, _ = scan(*tensors, 3)
     want = scan_plain(*tensors, 3)
