@@ -24,7 +24,7 @@ def reference(tmp_path_factory):
 
     def get(model_type: str, slots: int | str = "auto"):
         if model_type not in made:
-            directory = save(make(model_type), tmp_path_factory.mktemp(model_type))
+            directory = save(make(model_type, num_experts_per_tok=3), tmp_path_factory.mktemp(model_type))
             model = load(directory, backend="reference").model
             made[model_type] = directory, model, step(model, pools(model.spec), [(Lane(range(8), 0), PROMPT)])[0]
         directory, model, want = made[model_type]
