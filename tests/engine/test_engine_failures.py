@@ -82,6 +82,15 @@ def test_the_same_prompt_again_computes_nothing(length):
     release_all(engine)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_cut_at_the_end_is_held_once(max_tokens):
+    engine = make_engine()
+    engine.submit(request("a", prompt(5, 20), max_tokens, cuts=(20,)))
+    (cut,) = run(engine).cuts["a"]
+    assert cut.position == 20
+    assert engine.copy_out(cut.hold).logits is not None
+
+
 def test_two_sharers_admitted_in_one_step():
     """Both restore the same partial page and write behind it in the same pass."""
     base = prompt(5, 50)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -174,3 +177,72 @@ def test_device_and_host_restore_go_on_alike(hybrid, backend):
         assert log.tokens[f"d{position}"] == log.tokens[f"h{position}"] == log.tokens["a"]
         assert same_bits(end_state(engine, log, f"d{position}"), end_state(engine, log, f"h{position}"))
     release_all(engine)
+
+
+RESTARTED = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from engine.engine import Engine
+from engine.types import KvRun, StateSnapshot
+from tests.engine.helpers import request, run
+from tests.engine.test_engine_models import settings
+
+directory, saved = Path(sys.argv[1]), Path(sys.argv[2])
+tokens = json.loads((saved / "tokens.json").read_text())
+engine = Engine.load(settings(directory, backend="reference"))
+answers = {}
+for file in sorted(saved.glob("*.npz")):
+    position = int(file.stem)
+    parts = dict(np.load(file))
+    kv = (KvRun(0, parts.pop("kv")),)
+    snapshot = StateSnapshot(position, kv, parts)
+    engine.submit(request(file.stem, tokens[: position + 1], 4, restore=snapshot, hold_at_end=False))
+log = run(engine)
+assert all(len(steps) == 1 for steps in log.progress.values())
+print(json.dumps({"tokens": log.tokens, "digest": engine.info.weights_digest}))
+"""
+
+
+def test_a_dozen_positions_go_on_in_another_process(reference, hybrid, tmp_path):
+    cold = fresh(reference, hybrid, snapshot_rows=300)
+    cold.submit(request("cold", prompt(3, 20), 250, cuts=tuple(range(1, 21))))
+    positions = (21, 31, 32, 47, 63, 64, 65, 100, 127, 128, 200, 256)
+    for position in positions:
+        cold.declare_cut("cold", position)
+    log = run(cold)
+    tokens = prompt(3, 20) + log.tokens["cold"]
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    for position in positions:
+        snapshot = cold.copy_out(log.hold_at("cold", position))
+        np.savez(tmp_path / f"{position}.npz", kv=snapshot.kv[0].rows, **snapshot.state)
+    command = [sys.executable, "-W", "error", "-c", RESTARTED, str(hybrid), str(tmp_path)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["digest"] == reference.weights_digest
+    assert answer["tokens"] == {str(p): tokens[p + 1 : p + 5] for p in positions}
+
+
+def test_cuts_in_decode_on_the_fast_backend_hold_the_state_there(hybrid):
+    """Two requests decode together, one is cut; what is restored from each cut goes on like the run that it came from."""
+    engine = Engine.load(settings(hybrid, backend="cpu", snapshot_rows=40))
+    ids = prompt(4, 40)
+    engine.submit(request("a", ids, 24))
+    engine.submit(request("b", prompt(5, 33), 24, hold_at_end=False))
+    positions = (41, 47, 48, 49, 55)
+    for position in positions:
+        engine.declare_cut("a", position)
+    log = run(engine)
+    full = ids + log.tokens["a"]
+    end = end_state(engine, log, "a")
+    for position in positions:
+        id = f"from{position}"
+        engine.submit(request(id, full[: position + 1], 63 - position, restore=log.hold_at("a", position)))
+        run(engine, log)
+        assert log.tokens[id] == full[position + 1 : 64]
+        got = end_state(engine, log, id)
+        assert got.position == end.position == 63
+        np.testing.assert_allclose(got.kv[0].rows.view(np.float32), end.kv[0].rows.view(np.float32), atol=1e-5)
+        for name in end.state:
+            np.testing.assert_allclose(got.state[name].view(np.float32), end.state[name].view(np.float32), atol=1e-5)
