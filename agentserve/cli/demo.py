@@ -216,12 +216,13 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
     from rich.table import Table
 
     for title, rows in (("Checkpoints before the kill (they were in memory)", before), ("Checkpoints at the end", after)):
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for column in ("position", "kind", "tier", "KiB", "hits"):
-            table.add_column(column, justify="left" if column in ("kind", "tier") else "right")
-        for row in rows:
-            size = f"{row['bytes'] / 1024:.0f}"
-            table.add_row(str(row["position"]), row["kind"], row["tier"], size, str(row["hits"]))
+        table = Table(title=f"{title}: {len(rows)}", title_justify="left", title_style="bold")
+        for column in ("kind", "tier", "at token position", "used"):
+            table.add_column(column, justify="right" if column == "used" else "left")
+        for kind, tier in sorted({(row["kind"], row["tier"]) for row in rows}):
+            same = [row for row in rows if (row["kind"], row["tier"]) == (kind, tier)]
+            positions = ", ".join(str(row["position"]) for row in same)
+            table.add_row(kind, tier, positions, f"{sum(row['hits'] for row in same)}×")
         console.print()
         console.print(table)
     table = Table(title="Responses", title_justify="left", title_style="bold")

@@ -92,13 +92,21 @@ class TurnLoop:
         self._enforce_deadlines()
         before = len(self._turns)
         events = self._engine.step()
-        spoiled = {e.request_id for e in events if isinstance(e, Finished) and e.reason == "error"}
+        # Tokens first: they need not wait for copies, and a token that ends the turn gives the state held just before it, in
+        # the same step, its better name.
         for turn_id, group in groupby(events, _turn_of_token):
             if turn_id is not None:
                 self._on_tokens(turn_id, [e for e in group if isinstance(e, TokenEvent)])
                 continue
             for event in group:
-                self._on_event(event, spoiled)
+                if isinstance(event, PrefillProgress):
+                    self._on_progress(event)
+        spoiled = {e.request_id for e in events if isinstance(e, Finished) and e.reason == "error"}
+        for event in events:
+            if isinstance(event, CutReached):
+                self._on_cut(event, spoiled)
+            elif isinstance(event, Finished):
+                self._on_finished(event)
         return len(self._turns) < before
 
     def tick(self) -> None:
@@ -228,26 +236,30 @@ class TurnLoop:
             turn.generated.append(event.token_id)
             self._bridge.generated(turn, event.token_id)
 
-    def _on_event(self, event: EngineEvent, spoiled: set[str]) -> None:
+    def _on_progress(self, event: PrefillProgress) -> None:
         turn = self._turns.get(event.request_id)
-        if isinstance(event, CutReached):
-            try:
-                if turn is not None and event.request_id not in spoiled:
-                    saved = self._bridge.save(turn, event)
-                    if saved is not None:
-                        self._send(saved)
-            finally:
-                self._bridge.release(event.hold)
-        elif turn is None:
-            return
-        elif isinstance(event, PrefillProgress):
+        if turn is not None:
             turn.prefilled(event.processed, self._clock())
             self._tell_progress(turn, 0)
-        elif isinstance(event, Finished):
-            if event.reason == "error":
-                self._bridge.spoiled(turn)
-            self._drop(turn)
-            self._send(turn.last_frame(event.reason, event.error, self._clock()))
+
+    def _on_cut(self, event: CutReached, spoiled: set[str]) -> None:
+        turn = self._turns.get(event.request_id)
+        try:
+            if turn is not None and event.request_id not in spoiled:
+                saved = self._bridge.save(turn, event)
+                if saved is not None:
+                    self._send(saved)
+        finally:
+            self._bridge.release(event.hold)
+
+    def _on_finished(self, event: Finished) -> None:
+        turn = self._turns.get(event.request_id)
+        if turn is None:
+            return
+        if event.reason == "error":
+            self._bridge.spoiled(turn)
+        self._drop(turn)
+        self._send(turn.last_frame(event.reason, event.error, self._clock()))
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────
 

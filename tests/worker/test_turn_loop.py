@@ -76,7 +76,8 @@ def test_boundaries_in_generated_tokens_become_checkpoints() -> None:
     assert kinds[n + 1] == "think_open"
     assert kinds[n + 5] == "think_close"
     assert kinds[n + 6] == "call_open"
-    assert kinds[n + 10] == "turn"  # the call's end and the turn's end are one place
+    assert (n + 10, "call_close") not in h.saved(turn)
+    assert kinds[n + 10] == "turn"  # the call's end and the turn's end are one place, saved once, under the better name
     # An agent that drops the thinking comes back to just before it.
     dropped = [*PROMPT, 30, 33, 12]
     again = h.turn(dropped)
