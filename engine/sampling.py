@@ -17,8 +17,9 @@ import torch
 from engine.types import SamplingParams
 
 _MASK = (1 << 64) - 1
-_PREFILTER = 256
-"""Candidates looked at before a full sort for top-p; nearly always they hold the whole nucleus."""
+_PREFILTERS = (256, 4096)
+"""Candidates looked at before a full sort for top-p; nearly always the first holds the whole nucleus. One thread, 150k
+entries: 0.2 ms for the first, 20 ms for the sort."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -105,38 +106,41 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, u: float) -> int:
         params = self.params
+        x = logits.double()
         # Shifted by the maximum, which changes no probability: a temperature near zero would overflow otherwise.
-        x = (logits.double() - logits.max().double()) / params.temperature
+        x = (x - x.max()) / params.temperature
         ids: torch.Tensor | None = None
         if 0 < params.top_k < len(x):
             x, ids = torch.topk(x, params.top_k)
-            p = x.softmax(-1)
+            p = x.softmax(-1).numpy()
         elif params.top_p < 1.0:
             p, ids = _most_probable(x, params.top_p)
         else:
-            p = x.softmax(-1)
-        if params.min_p > 0.0:
-            p = torch.where(p >= params.min_p * p.max(), p, 0.0)
+            p = x.softmax(-1).numpy()
+        keep = np.ones(len(p), dtype=bool)
         if params.top_p < 1.0:
-            # Keeps the smallest set that reaches top_p of what top-k left, its first token always.
-            below = p.cumsum(-1) - p
-            p = torch.where(below < params.top_p, p, 0.0)
-        total = p.cumsum(-1)
-        at = int(torch.searchsorted(total, u * total[-1], right=True))
-        at = min(at, int(p.nonzero()[-1]))
+            # The smallest set that reaches top_p of what top-k left; its first token always.
+            keep &= p.cumsum() - p < params.top_p
+        if params.min_p > 0.0:
+            keep &= p >= params.min_p * p.max()
+        total = (p * keep).cumsum()
+        at = int(total.searchsorted(u * total[-1], side="right"))
+        # Rounding may put u beyond the last sum: then the last token kept is meant.
+        at = min(at, int(keep.nonzero()[0][-1]))
         return at if ids is None else int(ids[at])
 
 
-def _most_probable(x: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _most_probable(x: torch.Tensor, mass: float) -> tuple[np.ndarray, torch.Tensor]:
     """Probabilities (of softmax(x) over everything), falling, with their ids: enough of them to reach `mass`."""
     normalizer = x.logsumexp(-1)
-    if len(x) > _PREFILTER:
-        best = torch.topk(x, _PREFILTER)
-        p = (best.values - normalizer).exp()
-        if float(p.sum()) >= mass:
-            return p, best.indices
+    for count in _PREFILTERS:
+        if count < len(x):
+            best = torch.topk(x, count)
+            p = (best.values - normalizer).exp().numpy()
+            if p.sum() >= mass:
+                return p, best.indices
     ordered = torch.sort(x, descending=True, stable=True)
-    return (ordered.values - normalizer).exp(), ordered.indices
+    return (ordered.values - normalizer).exp().numpy(), ordered.indices
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:

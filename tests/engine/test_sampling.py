@@ -60,11 +60,12 @@ def test_draws_follow_the_filtered_distribution(filters):
         assert abs(drawn[token] / count - p) < 5 * math.sqrt(p * (1 - p) / count) + 1e-3
 
 
-def test_a_nucleus_wider_than_the_prefilter_is_still_exact():
-    logits = torch.zeros(2000) + torch.linspace(0, 0.1, 2000)
+@pytest.mark.parametrize("vocab", [2000, 6000, 12000])
+def test_a_nucleus_wider_than_the_prefilters_is_still_exact(vocab):
+    logits = torch.zeros(vocab) + torch.linspace(0, 0.1, vocab)
     want = kept(logits, top_p=0.5)
-    drawn = {sampler(vocab=2000, seed=1, top_p=0.5).choose(logits, i).token_id for i in range(300)}
-    assert len(want) > 900
+    drawn = {sampler(vocab=vocab, seed=1, top_p=0.5).choose(logits, i).token_id for i in range(300)}
+    assert len(want) > 0.45 * vocab
     assert drawn <= set(want)
     assert len(drawn) > 200
 
