@@ -111,12 +111,15 @@ def tool_documents(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 
 class MessageBuilder:
-    """Builds the messages of one rendering; contents go to `table`."""
+    """Builds the messages of one rendering; contents go to `table`.
 
-    def __init__(self, table: ContentTable, habits: Habits) -> None:
+    place_all: also a message that holds nothing but thinking shows where it is, if the template drops the thinking.
+    """
+
+    def __init__(self, table: ContentTable, habits: Habits, *, place_all: bool = False) -> None:
         self.table = table
         self.habits = habits
-        self._names: dict[str, str] = {}
+        self.place_all = place_all
 
     def build(self, instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
@@ -134,6 +137,10 @@ class MessageBuilder:
             messages.append(system)
         for index in range(start, len(items)):
             self._add(messages, items[index], index)
+        if self.place_all:
+            for message in messages:
+                if message.role == "assistant" and not any(message.content) and not message.calls:
+                    message.content.append(self.table.mark(message.items[0], "text"))
         if not self.habits.system:
             self._fold_system(messages)
         return messages if self.habits.repeats else list(_merge_repeats(messages))
@@ -157,7 +164,6 @@ class MessageBuilder:
                 message.items.append(index)
             case FunctionCall() | CustomToolCall():
                 message = self._assistant(messages, closed_by=lambda m: False)
-                self._names[item.call_id] = item.name
                 function = {
                     "name": self._opaque(item.name, index, "name"),
                     "arguments": Document(call_arguments(item), self.table, index, "arguments"),

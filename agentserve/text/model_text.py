@@ -30,6 +30,7 @@ class ModelText:
         self, tokenizer: Tokenizer, template: ChatTemplate, *, dialect: str | None = None, book: AliasBook | None = None
     ) -> None:
         self.tokenizer = tokenizer
+        self.template = template
         self.dialect: Dialect = get_dialect(dialect or dialect_of(template.source))
         self.traits: Traits = probe(template, self.dialect.markers.think_open)
         self.markers = marker_table(tokenizer, self.dialect, self.traits)

@@ -53,6 +53,12 @@ class ContentTable:
         size = last - first + 1
         return chr(first + index) if index < size else chr(_PLANES[1][0] + index - size)
 
+    def mark(self, item: int, field: str) -> str:
+        """Sentinel of an empty content, to find out where a template puts an item that it has nothing to write of."""
+        sentinel = self.add("?", item, field)
+        self._contents[-1] = Content("", item, field)
+        return sentinel
+
     def __getitem__(self, sentinel: str) -> Content:
         code = ord(sentinel)
         first, last = _PLANES[0]

@@ -64,7 +64,8 @@ class Planner:
 
     def _layout(self, request: RenderRequest, *, prompt: bool) -> Layout:
         table = ContentTable()
-        messages = MessageBuilder(table, self.traits.habits).build(request.instructions, request.items)
+        builder = MessageBuilder(table, self.traits.habits, place_all=request.retain == "all")
+        messages = builder.build(request.instructions, request.items)
         if not messages:
             raise TemplateError("a context without instructions and input has nothing to render")
         if not self.traits.calls and (request.tools or any(m.calls or m.role == "tool" for m in messages)):

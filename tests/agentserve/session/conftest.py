@@ -45,13 +45,13 @@ class PostgresServer:
         self._common: dict[str, Any] = {"cwd": folder, "env": environment, **self._identity}
         command = [_binary("initdb"), "-D", str(folder / "data"), "-U", "test", "-A", "trust", "--no-sync", "-E", "UTF8"]
         subprocess.run(command, check=True, capture_output=True, **self._common)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
         self.start()
 
     def start(self) -> None:
         command = [_binary("postgres"), "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", "-F"]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, **self._common)
+            process = self.process = subprocess.Popen(command, stdout=log, stderr=log, **self._common)
         deadline = time.monotonic() + 60
         engine = create_engine(self.url("postgres"))
         while True:
@@ -59,7 +59,7 @@ class PostgresServer:
                 with engine.connect():
                     break
             except Exception:
-                if time.monotonic() > deadline or self.process.poll() is not None:
+                if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError((self.folder / "log").read_text()) from None
                 time.sleep(0.1)
         engine.dispose()

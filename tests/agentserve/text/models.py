@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BaseTokenizer
 
+import agentserve
 from agentserve.text.aliases import AliasBook, NoAliases
 from agentserve.text.model_text import ModelText
 from agentserve.text.renderer import Renderer
@@ -159,8 +161,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tokenizer_json(), {"eos_token": "<|im_end|>"})
 
 
+FAMILIES = (*TEMPLATES, "demo")
+"""Templates above, and the shipped model's own tokenizer and template."""
+
+
 @functools.cache
 def _loaded(family: str) -> ModelText:
+    if family == "demo":
+        return ModelText.load(Path(agentserve.__file__).parent / "demo_model")
     return ModelText(tokenizer(), ChatTemplate(TEMPLATES[family]))
 
 

@@ -110,8 +110,8 @@ def to_items(deltas: Sequence[Delta], first_call: int = 0) -> list[OutputItem]:
 class Agent:
     """One conversation. items: the context as the client holds it."""
 
-    def __init__(self, family: str, first: RenderRequest) -> None:
-        self.text = model(family, MemoryBook())
+    def __init__(self, family: str, first: RenderRequest, book: MemoryBook | None = None) -> None:
+        self.text = model(family, book or MemoryBook())
         self.request = first
         self.items: list[Item] = list(first.items)
         self.calls = 0

@@ -15,15 +15,16 @@ from agentserve.protocol.items import (
     FunctionTool,
     Item,
 )
+from agentserve.text.tokenizer import Tokenizer
 from statecache.types import BoundaryKind
-from tests.agentserve.text.models import TEMPLATES, model, tokenizer
+from tests.agentserve.text.models import FAMILIES, model
 from tests.agentserve.text.play import Agent, answer, call, output, request, thought, user
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = FunctionTool(name="get_weather", description="Weather of a city", parameters=CITY)
 CALL = call("c1", "get_weather", '{"city":"Paris"}')
 
-families = pytest.mark.parametrize("family", list(TEMPLATES))
+families = pytest.mark.parametrize("family", FAMILIES)
 slow_ok = settings(
     max_examples=30,
     deadline=None,
@@ -66,7 +67,7 @@ def test_text_is_what_the_template_would_write(family: str):
         }
     ]
     expected, _ = reference.render_jinja_template(
-        conversations=[messages], tools=tools, chat_template=TEMPLATES[family], add_generation_prompt=True
+        conversations=[messages], tools=tools, chat_template=text.template.source, add_generation_prompt=True
     )
     assert text.tokenizer.decode(rendered.ids) == expected[0]
 
@@ -133,9 +134,8 @@ def test_every_token_finds_its_item(family: str):
 
 
 @st.composite
-def segmentations(draw: st.DrawFn, text: str) -> list[int]:
+def segmentations(draw: st.DrawFn, text: str, tok: Tokenizer) -> list[int]:
     """Ids that decode to `text`, cut at random places: what a model may sample instead of the tokenizer's choice."""
-    tok = tokenizer()
     ids: list[int] = []
     rest = text
     while rest:
@@ -158,7 +158,10 @@ words = (
 def test_any_segmentation_of_an_answer_stays_as_sampled(family: str, data: st.DataObject, reasoning: str, said: str, city: str):
     agent = Agent(family, request(user("Hello"), tools=(WEATHER,), instructions="Be brief."))
     sampled = agent.write(
-        reasoning=reasoning, text=said, calls=[("get_weather", {"city": city})], split=lambda t: data.draw(segmentations(t))
+        reasoning=reasoning,
+        text=said,
+        calls=[("get_weather", {"city": city})],
+        split=lambda t: data.draw(segmentations(t, agent.text.tokenizer)),
     )
     prompt = agent.rendered.ids
     agent.take(sampled)
@@ -174,7 +177,9 @@ def test_any_segmentation_of_an_answer_stays_as_sampled(family: str, data: st.Da
 def test_a_client_may_rewrite_the_json_of_a_call(family: str, data: st.DataObject, said: str):
     agent = Agent(family, request(user("Hello"), tools=(WEATHER,), instructions="Be brief."))
     sampled = agent.write(
-        reasoning="r", calls=[("get_weather", {"city": said, "days": 3})], split=lambda t: data.draw(segmentations(t))
+        reasoning="r",
+        calls=[("get_weather", {"city": said, "days": 3})],
+        split=lambda t: data.draw(segmentations(t, agent.text.tokenizer)),
     )
     prompt = agent.rendered.ids
     agent.take(sampled)
