@@ -1,0 +1,229 @@
+"""Files in one directory per namespace: what survives a restart.
+
+A segment becomes a temporary file, fsync, rename, fsync of the directory, and only then counts; so a crash leaves either a
+whole segment or a temporary file, which the next start deletes. Every read checks the header's digest and the part's
+checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from statecache.errors import SegmentBad, TierFailed, TierFull
+from statecache.segment import Contents, decode_header, encode_header, header_length, part_sum
+from statecache.tiers.base import SegmentHeader
+from statecache.types import TierName
+
+log = logging.getLogger(__name__)
+
+_SUFFIX = ".safetensors"
+_ALLOCATION = 4096
+"""Files are charged in whole blocks of common file systems."""
+
+
+class DiskTier:
+    """root: directory of this namespace, made if absent; nobody else may write there.
+
+    reserve_bytes: free space left to others; when the disk gets that full the budget shrinks, so that the store evicts.
+    fsync: False only where losing the newest segments in a power cut is acceptable.
+    """
+
+    extent_blocks = 16
+
+    def __init__(
+        self,
+        root: Path,
+        budget_bytes: int,
+        *,
+        reserve_bytes: int = 1 << 30,
+        name: TierName = "disk",
+        fsync: bool = True,
+    ) -> None:
+        self.name: TierName = name
+        self._root = root
+        self._budget = budget_bytes
+        self._reserve = reserve_bytes
+        self._fsync = fsync
+        self._sizes: dict[bytes, int] = {}
+        self._used = 0
+        self._serial = itertools.count()
+        self._quarantine = root / "quarantine"
+        self._quarantine.mkdir(parents=True, exist_ok=True)
+        self._scan()
+
+    @property
+    def budget_bytes(self) -> int:
+        try:
+            info = os.statvfs(self._root)
+        except OSError:
+            return min(self._budget, self._used)
+        return max(0, min(self._budget, self._used + info.f_bavail * info.f_frsize - self._reserve))
+
+    @budget_bytes.setter
+    def budget_bytes(self, value: int) -> None:
+        """A smaller budget takes effect at the next eviction."""
+        self._budget = value
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def cost(self, header: SegmentHeader, parts: Mapping[str, int]) -> int:
+        key = bytes(17)  # the length of every key that the store uses
+        return _charged(len(encode_header(key, header, parts, dict.fromkeys(parts, 0))) + sum(parts.values()))
+
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
+        arrays = {name: np.ascontiguousarray(a).view(np.uint8).reshape(-1) for name, a in parts.items()}
+        sizes = {name: a.nbytes for name, a in arrays.items()}
+        head = encode_header(key, header, sizes, {name: part_sum(a) for name, a in arrays.items()})
+        cost = _charged(len(head) + sum(sizes.values()))
+        free = self.budget_bytes - self._used + self._sizes.get(key, 0)
+        if cost > free:
+            raise TierFull(self.name, cost, free)
+        path = self._path(key)
+        temporary = self._root / f"tmp-{os.getpid()}-{next(self._serial)}"
+        try:
+            self._write(temporary, [head, *(a.data for a in arrays.values() if a.size)])
+            if not path.parent.exists():
+                path.parent.mkdir()
+                self._sync_directory(self._root)
+            os.rename(temporary, path)
+            self._sync_directory(path.parent)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise TierFull(self.name, cost, 0) from error
+            raise TierFailed(f"tier {self.name}: {error.strerror}") from error
+        self._used += cost - self._sizes.get(key, 0)
+        self._sizes[key] = cost
+        return cost
+
+    def header(self, key: bytes) -> SegmentHeader:
+        with self._open(key) as file:
+            return self._contents(key, file.fileno()).header
+
+    def read(self, key: bytes, part: str) -> np.ndarray:
+        with self._open(key) as file:
+            offset, size, checksum = self._part(key, file.fileno(), part)
+            array = np.empty(size, dtype=np.uint8)
+            self._fill(key, file.fileno(), part, array, offset, checksum)
+        array.flags.writeable = False
+        return array
+
+    def read_into(self, key: bytes, part: str, out: np.ndarray, offset: int = 0) -> None:
+        flat = out.reshape(-1)
+        with self._open(key) as file:
+            at, size, checksum = self._part(key, file.fileno(), part)
+            if size < offset + flat.nbytes:
+                raise SegmentBad(self.name, key, f"part {part!r} has {size} bytes, need {offset + flat.nbytes}")
+            if offset == 0 and flat.nbytes == size:
+                self._fill(key, file.fileno(), part, flat, at, checksum)
+                return
+            whole = np.empty(size, dtype=np.uint8)  # a checksum covers the whole part
+            self._fill(key, file.fileno(), part, whole, at, checksum)
+        np.copyto(flat, whole[offset : offset + flat.nbytes])
+
+    def delete(self, key: bytes) -> int:
+        size = self._sizes.pop(key, 0)
+        if size:
+            self._used -= size
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except OSError as error:  # read-only now; the next start finds it again
+                log.warning("segment not deleted tier=%s reason=%s", self.name, error.strerror)
+        return size
+
+    def keys(self) -> Iterator[bytes]:
+        return iter(list(self._sizes))
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._root / name[2:4] / (name + _SUFFIX)
+
+    def _scan(self) -> None:
+        """Count what an earlier process left: whole segments stay, temporary files go, the rest is set aside."""
+        for leftover in self._root.glob("tmp-*"):
+            leftover.unlink(missing_ok=True)
+        for path in self._root.glob(f"??/*{_SUFFIX}"):
+            try:
+                key = bytes.fromhex(path.name.removesuffix(_SUFFIX))
+                with path.open("rb", buffering=0) as file:
+                    self._contents(key, file.fileno())
+                self._sizes[key] = _charged(path.stat().st_size)
+            except (SegmentBad, ValueError, OSError) as error:
+                log.warning("segment set aside file=%s reason=%s", path.name, error)
+                try:
+                    path.rename(self._quarantine / path.name)
+                except OSError as failure:
+                    log.warning("segment not moved file=%s reason=%s", path.name, failure.strerror)
+        self._used = sum(self._sizes.values())
+
+    def _write(self, path: Path, buffers: list[bytes | memoryview]) -> None:
+        with path.open("xb", buffering=0) as file:
+            for buffer in buffers:
+                view = memoryview(buffer)
+                while len(view):
+                    view = view[file.write(view) :]
+            if self._fsync:
+                os.fsync(file.fileno())
+
+    def _sync_directory(self, directory: Path) -> None:
+        if not self._fsync:
+            return
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, key: bytes):
+        try:
+            return self._path(key).open("rb", buffering=0)
+        except OSError as error:
+            reason = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+            raise SegmentBad(self.name, key, reason) from None
+
+    def _contents(self, key: bytes, descriptor: int) -> Contents:
+        try:
+            length = header_length(os.pread(descriptor, 8, 0))
+            contents = decode_header(os.pread(descriptor, length, 8))
+            size = os.fstat(descriptor).st_size
+        except (ValueError, OSError) as error:
+            raise SegmentBad(self.name, key, str(error)) from None
+        if contents.key != key:
+            raise SegmentBad(self.name, key, f"holds segment {contents.key.hex()}")
+        if contents.nbytes != size:
+            raise SegmentBad(self.name, key, f"file has {size} bytes, its header says {contents.nbytes}")
+        return contents
+
+    def _part(self, key: bytes, descriptor: int, part: str) -> tuple[int, int, int]:
+        found = self._contents(key, descriptor).parts.get(part)
+        if found is None:
+            raise SegmentBad(self.name, key, f"no part {part!r}")
+        return found
+
+    def _fill(self, key: bytes, descriptor: int, part: str, out: np.ndarray, offset: int, checksum: int) -> None:
+        view, at = out.data, offset
+        try:
+            while len(view):
+                count = os.preadv(descriptor, [view], at)
+                if count == 0:
+                    raise SegmentBad(self.name, key, f"part {part!r} ends early")
+                view, at = view[count:], at + count
+        except OSError as error:
+            raise SegmentBad(self.name, key, str(error.strerror)) from None
+        if part_sum(out) != checksum:
+            raise SegmentBad(self.name, key, f"checksum of part {part!r} differs")
+
+
+def _charged(nbytes: int) -> int:
+    return -(-nbytes // _ALLOCATION) * _ALLOCATION
