@@ -9,7 +9,7 @@ import numpy as np
 
 from statecache.errors import PayloadMismatch
 from statecache.keys import KEY_BYTES
-from statecache.types import BLOCK_TOKENS, BoundaryKind, Payload, TierName
+from statecache.types import BLOCK_TOKENS, BoundaryKind, Layout, Payload, TierName
 
 _ID_BYTES = 4 * BLOCK_TOKENS
 
@@ -132,3 +132,25 @@ def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
             if at == end:
                 return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     raise PayloadMismatch(f"payload at {payload.position} lacks KV rows [{at}, {end})")
+
+
+def validate(payload: Payload, position: int, layout: Layout) -> None:
+    """Raises PayloadMismatch unless every component fits the layout and is at `position`."""
+    if payload.position != position:
+        raise PayloadMismatch(f"state is at {payload.position}, its checkpoint at {position}")
+    at = payload.kv[0].start if payload.kv else position
+    for run in payload.kv:
+        if run.rows.dtype != np.uint8 or run.rows.ndim != 2 or run.rows.shape[1] != layout.kv_token_bytes:
+            raise PayloadMismatch(
+                f"KV rows {run.rows.dtype} {run.rows.shape}, layout has {layout.kv_token_bytes} bytes a token"
+            )
+        if run.start != at:
+            raise PayloadMismatch(f"KV run starts at {run.start}, the one before ends at {at}")
+        at += len(run.rows)
+    if at != position:
+        raise PayloadMismatch(f"KV rows end at {at}, the checkpoint is at {position}")
+    sizes = {name: array.nbytes for name, array in payload.state.items()}
+    if sizes != dict(layout.state):
+        raise PayloadMismatch(f"state components {sizes}, layout has {dict(layout.state)}")
+    if payload.logits is not None and payload.logits.size != layout.vocab_size:
+        raise PayloadMismatch(f"{payload.logits.size} logits, vocabulary has {layout.vocab_size}")

@@ -86,7 +86,7 @@ class Residency:
             raise TierError(f"KV rows begin at {starts_at}, stored are {stored * BLOCK_TOKENS} tokens")
         shelf.hold(tail)  # making room must not take the blocks that this checkpoint builds on
         try:
-            self.make_room(shelf, shelf.cost(path, stored, payload))
+            self.make_room(shelf, shelf.cost(record, path, stored, payload))
             return shelf.write(record, path, payload, tail)
         finally:
             shelf.drop(tail)
@@ -105,6 +105,23 @@ class Residency:
             self._evict_from(shelf, self.records[checkpoint_id])
         if tier.used_bytes + needed > tier.budget_bytes:
             raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
+
+    def write_back(self, max_bytes: int) -> int:
+        """Copy checkpoints that are on the first shelf only to the next one, most recently used first; bytes charged there."""
+        written = 0
+        upper, lower = self.shelves[0], self.shelves[1:2]
+        if not lower:
+            return 0
+        waiting = [r for r in self.records.values() if r.id in upper.holdings and r.id not in lower[0].holdings]
+        for record in sorted(waiting, key=lambda r: r.used_at, reverse=True):
+            if written >= max_bytes:
+                break
+            record.in_use += 1
+            try:
+                written += self._demote(record, upper, lower[0])
+            finally:
+                record.in_use -= 1
+        return written
 
     def evict(self, record: Record) -> None:
         """Take a record off every shelf."""
@@ -156,14 +173,16 @@ class Residency:
         if self.shelf_of(record) is None:
             self._gone(record, remember=True)
 
-    def _demote(self, record: Record, source: Shelf, target: Shelf) -> None:
+    def _demote(self, record: Record, source: Shelf, target: Shelf) -> int:
+        """Copy a record to a lower shelf; bytes charged, 0 when it was refused."""
         path = source.path(record)
         try:
             _, stored = target.stored_blocks(path, self.known_block(target, path))
-            self.write(target, record, path, source.read(record, path, first_block=stored))
+            return self.write(target, record, path, source.read(record, path, first_block=stored))
         except TierError as error:
             target.refused += 1
             log.info("checkpoint not moved position=%d tier=%s reason=%s", record.position, target.tier.name, error)
+            return 0
 
     def _gone(self, record: Record, *, remember: bool) -> None:
         """A record has left its last shelf. Its tokens stay in the index for a while if `remember`."""

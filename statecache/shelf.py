@@ -140,20 +140,20 @@ class Shelf:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def cost(self, path: Path, stored: int, payload: Payload) -> int:
+    def cost(self, record: Record, path: Path, stored: int, payload: Payload) -> int:
         """Bytes that write() will charge when `stored` leading blocks are here."""
         total = 0
         for first, end in self._extents(path, stored):
             header = self._extent_header(path, first, end)
             total += self.tier.cost(header, {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes})
         sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
-        total += self.tier.cost(self._state_header(path, "state"), sizes)
+        total += self.tier.cost(self._state_header(path, "state", record), sizes)
         if payload.logits is not None:
-            total += self.logits_cost(path, payload.logits)
+            total += self.logits_cost(record, path, payload.logits)
         return total
 
-    def logits_cost(self, path: Path, logits: np.ndarray) -> int:
-        return self.tier.cost(self._state_header(path, "logits"), {"logits": 4 * logits.size})
+    def logits_cost(self, record: Record, path: Path, logits: np.ndarray) -> int:
+        return self.tier.cost(self._state_header(path, "logits", record), {"logits": 4 * logits.size})
 
     def write(self, record: Record, path: Path, payload: Payload, tail: Block | None) -> int:
         """Store what is missing of the checkpoint: extents in rising order, then state, then logits. Returns bytes charged.
@@ -182,7 +182,7 @@ class Shelf:
                     self.hold(block)
                     self.drop(tail)
                     tail = block
-            state_bytes = self.tier.put(state_key, self._state_header(path, "state"), self._state_parts(path, payload))
+            state_bytes = self.tier.put(state_key, self._state_header(path, "state", record), self._state_parts(path, payload))
             written += state_bytes
             holding = Holding(tail, state_key, state_bytes)
             if payload.logits is not None:
@@ -323,11 +323,11 @@ class Shelf:
             path.block_ids(first, end),
         )
 
-    def _state_header(self, path: Path, what: str) -> SegmentHeader:
+    def _state_header(self, path: Path, what: str, record: Record) -> SegmentHeader:
         key, start = path.key(path.blocks - 1), path.blocks * BLOCK_TOKENS
         ids = path.ids[4 * start :]
         assert what in ("state", "logits")
-        return SegmentHeader(what, path.namespace, path.salt, key, key, start, path.position, ids)
+        return SegmentHeader(what, path.namespace, path.salt, key, key, start, path.position, ids, record.kind, record.item)
 
     def _state_parts(self, path: Path, payload: Payload) -> dict[str, np.ndarray]:
         parts = {"kv.tail": rows_between(payload, path.blocks * BLOCK_TOKENS, path.position)}
@@ -338,6 +338,6 @@ class Shelf:
     def _write_logits(self, holding: Holding, record: Record, path: Path, logits: np.ndarray) -> int:
         key = b"l" + bytes.fromhex(record.id)
         data = np.ascontiguousarray(logits, dtype="<f4").view(np.uint8)
-        holding.logits_bytes = self.tier.put(key, self._state_header(path, "logits"), {"logits": data})
+        holding.logits_bytes = self.tier.put(key, self._state_header(path, "logits", record), {"logits": data})
         holding.logits_key = key
         return holding.logits_bytes

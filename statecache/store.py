@@ -16,11 +16,12 @@ from types import TracebackType
 
 import numpy as np
 
-from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats
+from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats, validate
 from statecache.errors import Collision, PayloadMismatch, SegmentBad, TierError
 from statecache.index.base import Index, Walk
 from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes, xxh3_128
 from statecache.policy import Policy, better_kind
+from statecache.recover import recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.tiers.base import Tier
@@ -150,7 +151,7 @@ class StateCache:
         ids = token_bytes(tokens)
         if not 1 <= position <= len(ids) // 4:
             raise PayloadMismatch(f"checkpoint at {position} of a context of {len(ids) // 4} tokens")
-        self._validate(payload, position)
+        validate(payload, position, self.layout)
         ids = ids[: 4 * position]
         with self._lock:
             walk = self._index.walk(salt, ids)
@@ -252,6 +253,26 @@ class StateCache:
             self._kept.evict(record)
             return True
 
+    # ── durability ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def recover(self) -> int:
+        """Find the checkpoints that the tiers still hold from before a restart; their number. Call it once, first of all."""
+        with self._lock:
+            if self._kept.records:
+                raise RuntimeError("recover() after checkpoints were put")
+            now = self._clock()
+            for shelf in self._kept.shelves:
+                recover(shelf, self._kept, self.namespace, self._id, self._hash128, now)
+            return len(self._kept.records)
+
+    def write_back(self, max_bytes: int = 1 << 62) -> int:
+        """Copy what only the first tier has to the next one, newest first, about `max_bytes` of it; bytes written.
+
+        Evicted checkpoints move down by themselves; this makes the others survive a restart. Call it between turns and at exit.
+        """
+        with self._lock:
+            return self._kept.write_back(max_bytes)
+
     # ── matching, inside ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _deepest(self, walk: Walk, count: int, limit: int) -> tuple[Record | None, int]:
@@ -345,27 +366,6 @@ class StateCache:
         before = path.key(path.blocks - 1) or path.namespace + path.salt
         return self._hash128(before + path.position.to_bytes(8, "little") + path.tail_ids).hex()
 
-    def _validate(self, payload: Payload, position: int) -> None:
-        layout = self.layout
-        if payload.position != position:
-            raise PayloadMismatch(f"state is at {payload.position}, its checkpoint at {position}")
-        at = payload.kv[0].start if payload.kv else position
-        for run in payload.kv:
-            if run.rows.dtype != np.uint8 or run.rows.ndim != 2 or run.rows.shape[1] != layout.kv_token_bytes:
-                raise PayloadMismatch(
-                    f"KV rows {run.rows.dtype} {run.rows.shape}, layout has {layout.kv_token_bytes} bytes a token"
-                )
-            if run.start != at:
-                raise PayloadMismatch(f"KV run starts at {run.start}, the one before ends at {at}")
-            at += len(run.rows)
-        if at != position:
-            raise PayloadMismatch(f"KV rows end at {at}, the checkpoint is at {position}")
-        sizes = {name: array.nbytes for name, array in payload.state.items()}
-        if sizes != dict(layout.state):
-            raise PayloadMismatch(f"state components {sizes}, layout has {dict(layout.state)}")
-        if payload.logits is not None and payload.logits.size != layout.vocab_size:
-            raise PayloadMismatch(f"{payload.logits.size} logits, vocabulary has {layout.vocab_size}")
-
     def _refresh(
         self, record: Record, shelf: Shelf, path: Path, boundary: Boundary, payload: Payload, session: str
     ) -> PutResult:
@@ -377,7 +377,7 @@ class StateCache:
         if payload.logits is not None and shelf.holdings[record.id].logits_key is None:
             record.in_use += 1
             try:
-                self._kept.make_room(shelf, shelf.logits_cost(path, payload.logits))
+                self._kept.make_room(shelf, shelf.logits_cost(record, path, payload.logits))
                 written = shelf.write_logits(record, path, payload.logits)
             except TierError as error:
                 log.info("logits not kept position=%d tier=%s reason=%s", record.position, shelf.tier.name, error)

@@ -1,0 +1,131 @@
+"""Reconcile what a durable tier still holds with an empty store at start: rebuild blocks, checkpoints and index from headers.
+
+Everything is derived again: block keys are hashed from the token ids in the headers and must equal the stored ones, and a
+checkpoint counts only when every block before it is there. What belongs to no checkpoint (an interrupted save, a lost block's
+descendants, another namespace) is deleted, so that the bytes counted are the bytes kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from statecache.checkpoint import Path, Record
+from statecache.errors import SegmentBad
+from statecache.keys import KEY_BYTES, Hash128, KeyChain
+from statecache.residency import Residency
+from statecache.shelf import Block, Extent, Holding, Shelf
+from statecache.tiers.base import SegmentHeader
+from statecache.types import BLOCK_TOKENS, BoundaryKind
+
+log = logging.getLogger(__name__)
+
+_ID_BYTES = 4 * BLOCK_TOKENS
+
+
+def recover(
+    shelf: Shelf, kept: Residency, namespace: bytes, checkpoint_id: Callable[[Path], str], hash128: Hash128, now: float
+) -> int:
+    """Adopt the segments of a tier that no record knows yet. Returns the number of checkpoints found."""
+    headers: dict[bytes, SegmentHeader] = {}
+    for key in list(shelf.tier.keys()):
+        try:
+            headers[key] = shelf.tier.header(key)
+        except SegmentBad as error:
+            log.warning("segment not recovered tier=%s reason=%s", shelf.tier.name, error.reason)
+    salts: dict[bytes, bytes] = {}
+    adopted: set[bytes] = set()
+    by_start = sorted((h.start, key) for key, h in headers.items() if h.what == "extent" and h.namespace == namespace)
+    for _, key in by_start:
+        if _adopt_extent(shelf, key, headers[key], salts, hash128):
+            adopted.add(key)
+    found = 0
+    for key, header in headers.items():
+        if header.what == "state" and header.namespace == namespace:
+            record = _adopt_state(shelf, kept, key, header, salts, checkpoint_id, now)
+            if record is not None:
+                found += 1
+                adopted.add(key)
+                adopted |= _adopt_logits(shelf, record, headers)
+    for extent in {block.extent for block in shelf.blocks.values()}:
+        if extent.live == 0:
+            adopted.discard(extent.key)
+            for block in extent.blocks:
+                del shelf.blocks[block.key]
+    for key in list(shelf.tier.keys()):
+        if key not in adopted:
+            shelf.tier.delete(key)
+    return found
+
+
+def _adopt_extent(shelf: Shelf, key: bytes, header: SegmentHeader, salts: dict[bytes, bytes], hash128: Hash128) -> bool:
+    count = len(header.tokens) // _ID_BYTES
+    first = header.start // BLOCK_TOKENS
+    parent = shelf.blocks.get(header.parent) if header.parent else None
+    if count == 0 or header.start % BLOCK_TOKENS or (first + count) * BLOCK_TOKENS != header.position:
+        return False
+    if first != (parent.index + 1 if parent else 0) or (parent and salts[parent.key] != header.salt):
+        return False
+    chain = KeyChain(header.namespace, header.salt, known=header.parent, hash128=hash128)
+    chain.extend(header.tokens)
+    keys = chain.joined[len(header.parent) :]
+    names = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+    if names[-1] != header.key or not shelf.blocks.keys().isdisjoint(names):
+        return False
+    extent = Extent(key)
+    extent.nbytes = shelf.tier.cost(header, {"kv": len(names) * BLOCK_TOKENS * shelf.layout.kv_token_bytes})
+    for i, name in enumerate(names):
+        parent = Block(name, parent, first + i, header.tokens[i * _ID_BYTES : (i + 1) * _ID_BYTES], extent)
+        extent.blocks.append(parent)
+        shelf.blocks[name] = parent
+        salts[name] = header.salt
+    return True
+
+
+def _adopt_state(
+    shelf: Shelf,
+    kept: Residency,
+    key: bytes,
+    header: SegmentHeader,
+    salts: dict[bytes, bytes],
+    checkpoint_id: Callable[[Path], str],
+    now: float,
+) -> Record | None:
+    tail = shelf.blocks.get(header.key) if header.key else None
+    blocks = header.position // BLOCK_TOKENS
+    if blocks != (tail.index + 1 if tail else 0) or (tail and salts[tail.key] != header.salt):
+        return None
+    if header.start != blocks * BLOCK_TOKENS or len(header.tokens) != 4 * (header.position - header.start):
+        return None
+    chain: list[Block] = []
+    block = tail
+    while block is not None:
+        chain.append(block)
+        block = block.parent
+    chain.reverse()
+    ids = b"".join(b.ids for b in chain) + header.tokens
+    path = Path(header.namespace, header.salt, ids, b"".join(b.key for b in chain))
+    name = checkpoint_id(path)
+    if key != b"s" + bytes.fromhex(name):
+        return None
+    record = kept.records.get(name)
+    if record is None:
+        kind = BoundaryKind(header.kind) if header.kind in set(BoundaryKind) else BoundaryKind.PARTIAL
+        record = Record(name, header.namespace, header.salt, header.position, kind, header.item, header.tokens, now)
+    sizes = {"kv.tail": len(header.tokens) // 4 * shelf.layout.kv_token_bytes}
+    sizes |= {f"state.{component}": size for component, size in shelf.layout.state}
+    shelf.holdings[name] = Holding(tail, key, shelf.tier.cost(header, sizes))
+    shelf.hold(tail)
+    kept.commit(record, path)
+    return record
+
+
+def _adopt_logits(shelf: Shelf, record: Record, headers: dict[bytes, SegmentHeader]) -> set[bytes]:
+    key = b"l" + bytes.fromhex(record.id)
+    header = headers.get(key)
+    if header is None or (header.what, header.position, header.salt) != ("logits", record.position, record.salt):
+        return set()
+    holding = shelf.holdings[record.id]
+    holding.logits_key = key
+    holding.logits_bytes = shelf.tier.cost(header, {"logits": 4 * shelf.layout.vocab_size})
+    return {key}
