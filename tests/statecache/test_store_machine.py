@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from statecache.keys import xxh3_128
 from statecache.policy import Policy
 from statecache.store import Match
+from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind
 from tests.statecache.world import OTHER_SALT, SALT, Clock, close_books, make, same, save
@@ -26,10 +30,15 @@ kinds = st.sampled_from([BoundaryKind.SYSTEM, BoundaryKind.TURN, BoundaryKind.SH
 class CacheMachine(RuleBasedStateMachine):
     """model: (salt, ids) → logits saved, for what was kept; entries may leave only by eviction."""
 
-    @initialize(budget=st.sampled_from([3_000, 8_000, 1 << 20]), lower=st.sampled_from([None, 6_000, 1 << 20]))
-    def start(self, budget, lower):
+    @initialize(
+        budget=st.sampled_from([3_000, 8_000, 1 << 20]),
+        lower=st.sampled_from([None, 6_000, 1 << 20]),
+        extent_blocks=st.sampled_from([1, 3]),
+    )
+    def start(self, budget, lower, extent_blocks):
         self.clock = Clock()
         tiers = [RamTier(budget), *([RamTier(lower, name="disk")] if lower else [])]
+        tiers[-1].extent_blocks = extent_blocks
         policy = Policy(slack_permille=0, remembered_checkpoints=8)
         self.cache = make(tiers=tiers, policy=policy, clock=self.clock, hash128=self.hash128())
         self.model: dict[tuple[bytes, bytes], bool] = {}
@@ -122,6 +131,45 @@ class CacheMachine(RuleBasedStateMachine):
             assert all(t.used_bytes == 0 for t in self.cache.stats().tiers.values())
 
 
+class RestartingMachine(CacheMachine):
+    """The lower tier is on disk, and the process starts anew now and then: what lay there is there, and nothing else."""
+
+    @initialize(budget=st.sampled_from([3_000, 1 << 20]), lower=st.sampled_from([40_000, 1 << 20]))
+    def start(self, budget, lower):
+        self.clock = Clock()
+        self.directory = tempfile.TemporaryDirectory()
+        self.sizes = (budget, lower)
+        self.model = {}
+        self.open = []
+        self.boot()
+
+    def boot(self):
+        disk = DiskTier(Path(self.directory.name) / "segments", self.sizes[1], reserve_bytes=0, fsync=False)
+        policy = Policy(slack_permille=0, remembered_checkpoints=8)
+        self.cache = make(tiers=[RamTier(self.sizes[0]), disk], policy=policy, clock=self.clock)
+        self.cache.recover()
+
+    @rule(save_first=st.booleans())
+    def restart(self, save_first):
+        if save_first:
+            self.cache.write_back()
+        for match, _, _ in self.open:
+            match.release()
+        self.open = []
+        shelf = self.cache._kept.shelves[1]
+        durable = {i: (h.state_bytes, h.logits_bytes) for i, h in shelf.holdings.items()}
+        used = shelf.tier.used_bytes
+        self.boot()
+        shelf = self.cache._kept.shelves[1]
+        assert {i: (h.state_bytes, h.logits_bytes) for i, h in shelf.holdings.items()} == durable
+        assert shelf.tier.used_bytes == used
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "directory"):
+            self.directory.cleanup()
+
+
 class CollidingMachine(CacheMachine):
     """The same with keys of 8 bits: most puts are refused, what is kept is still only truth."""
 
@@ -132,5 +180,8 @@ class CollidingMachine(CacheMachine):
 for machine in (CacheMachine, CollidingMachine):
     machine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
+RestartingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
 TestCacheMachine = CacheMachine.TestCase
 TestCollidingMachine = CollidingMachine.TestCase
+TestRestartingMachine = RestartingMachine.TestCase

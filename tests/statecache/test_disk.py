@@ -1,0 +1,297 @@
+"""Restart, damage and crash: afterwards a checkpoint is whole or not there, and the bytes counted are the bytes on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import statecache.tiers.disk as disk_module
+from statecache.errors import TierFull
+from statecache.segment import decode_header, encode_header
+from statecache.store import StateCache
+from statecache.tiers.base import SegmentHeader
+from statecache.tiers.disk import DiskTier
+from statecache.tiers.ram import RamTier
+from statecache.types import BoundaryKind
+from tests.statecache.test_failures import best
+from tests.statecache.world import OTHER_SALT, SALT, close_books, context, make, save
+
+
+def open_disk(root: Path, budget: int = 1 << 24) -> DiskTier:
+    return DiskTier(root, budget, reserve_bytes=0, fsync=False)
+
+
+def restart(root: Path, **kwargs) -> StateCache:
+    cache = make(tiers=[RamTier(1 << 20), open_disk(root)], **kwargs)
+    cache.recover()
+    return cache
+
+
+def on_disk(root: Path) -> int:
+    sizes = [p.stat().st_size for p in root.glob("??/*.safetensors")]
+    return sum(-(-s // 4096) * 4096 for s in sizes)
+
+
+def filled(root: Path) -> tuple[StateCache, np.ndarray]:
+    """Checkpoints at 100, 1200 and 1500 (with logits) of one context, one beside it, all on disk too."""
+    cache, tokens = restart(root), context(1, 1500)
+    save(cache, tokens, 100, BoundaryKind.SYSTEM)
+    save(cache, tokens, 1200)
+    save(cache, tokens, 1500, BoundaryKind.PROMPT_END, logits=True)
+    save(cache, np.concatenate([tokens[:700], context(2, 200)]), 900)
+    save(cache, tokens, 300, salt=OTHER_SALT)
+    assert cache.write_back() > 0
+    assert cache.write_back() == 0
+    close_books(cache)
+    return cache, tokens
+
+
+def test_checkpoints_survive_a_restart(tmp_path):
+    before, tokens = filled(tmp_path)
+    used = before.stats().tiers["disk"].used_bytes
+    assert used == on_disk(tmp_path)
+    after = restart(tmp_path)
+    assert after.stats().tiers["disk"].used_bytes == used
+    assert [(i.id, i.position, i.kind) for i in after.checkpoints()] == [
+        (i.id, i.position, i.kind) for i in before.checkpoints()
+    ]
+    close_books(after)
+    assert best(after, tokens) == 1500
+    assert best(after, tokens[:1400]) == 1200
+    assert best(after, np.concatenate([tokens[:700], context(2, 200), [1]])) == 900
+    assert best(after, tokens[:400], OTHER_SALT) == 300
+    assert best(after, tokens, b"c" * 32) == 0
+    with after.match(tokens, SALT) as match:
+        assert match.tier == "disk"
+    assert save(after, tokens, 1450).checkpoint_id is not None
+    close_books(after)
+
+
+@pytest.mark.parametrize("position", [1, 63, 64, 65, 1023, 1024, 1025, 1100])
+def test_any_position_restores_after_a_restart(tmp_path, position):
+    tokens = context(3, 1101)
+    first = restart(tmp_path)
+    save(first, tokens, position)
+    first.write_back()
+    assert best(restart(tmp_path), tokens) == position
+
+
+def test_another_namespace_finds_nothing_and_takes_the_room(tmp_path):
+    _, tokens = filled(tmp_path)
+    other = restart(tmp_path, namespace=b"m" * 32)
+    assert best(other, tokens) == 0
+    assert on_disk(tmp_path) == 0
+    close_books(other)
+
+
+def test_files_are_plain_safetensors(tmp_path):
+    filled(tmp_path)
+    parts = [load_file(p) for p in tmp_path.glob("??/*.safetensors")]
+    assert {name for p in parts for name in p} == {"kv", "kv.tail", "state.delta", "state.conv", "logits"}
+
+
+DAMAGE = {
+    "truncated": lambda p: os.truncate(p, p.stat().st_size - 1),
+    "emptied": lambda p: os.truncate(p, 0),
+    "zeroed": lambda p: p.write_bytes(bytes(p.stat().st_size)),
+    "grown": lambda p: p.write_bytes(p.read_bytes() + b"x"),
+    "deleted": lambda p: p.unlink(),
+    "last bit": lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("when", ["running", "restarted"])
+def test_every_damaged_file_is_a_miss(tmp_path, damage, when):
+    _, tokens = filled(tmp_path / "whole")
+    names = sorted(p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").glob("??/*.safetensors"))
+    for i, name in enumerate(names):
+        root = tmp_path / str(i)
+        shutil.copytree(tmp_path / "whole", root)
+        if when == "restarted":
+            DAMAGE[damage](root / name)
+        cache = restart(root)
+        if when == "running":
+            DAMAGE[damage](root / name)
+        positions = (best(cache, tokens), best(cache, tokens[:400], OTHER_SALT))
+        assert positions in {(1500, 300), (1200, 300), (900, 300), (100, 300), (0, 300), (1500, 0)}
+        assert positions[0] == best(cache, tokens)  # what is bad is bad once
+        for other in (tokens[:1400], tokens[:101], np.concatenate([tokens[:700], context(2, 200), [1]])):
+            best(cache, other)
+        close_books(cache)
+        assert save(cache, tokens, 1500, logits=True).checkpoint_id is not None
+        assert best(cache, tokens) == 1500
+
+
+def test_any_flipped_bit_of_a_file_is_noticed(tmp_path):
+    """Every byte of one state file, header and parts: never other bytes than those saved."""
+    cache, tokens = restart(tmp_path), context(4, 70)
+    save(cache, tokens, 66)
+    cache.write_back()
+    path = next(p for p in tmp_path.glob("??/*.safetensors") if p.name.startswith(b"s".hex()))
+    good = path.read_bytes()
+    cache = restart(tmp_path)
+    shelf = cache._kept.shelves[1]
+    (record,) = cache._kept.records.values()
+    for at in range(0, len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 1 << (at % 8)
+        path.write_bytes(bad)
+        with pytest.raises(Exception, match="segment"):
+            shelf.read(record, shelf.path(record))
+    path.write_bytes(good)
+    assert best(cache, tokens) == 66
+
+
+class Killed(BaseException):
+    """Stands for kill −9: the directory is copied at that moment and only the copy is looked at."""
+
+
+BUDGET = 32_768
+OPERATIONS = ["open", "write", "fsync", "rename", "unlink"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_around_any_file_operation_leaves_only_whole_checkpoints(tmp_path, monkeypatch, operation, moment):
+    tokens = context(5, 400)
+    survivors: list[int] = []
+    for nth in range(1, 60):
+        root = tmp_path / "live" / str(nth)
+        copy = tmp_path / "copy" / str(nth)
+        calls = 0
+
+        def strike(target, *, nth=nth, root=root, copy=copy):
+            def wrapped(*args, **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls == nth and moment == "before":
+                    shutil.copytree(root, copy)
+                    raise Killed
+                result = target(*args, **kwargs)
+                if calls == nth:
+                    shutil.copytree(root, copy)
+                    raise Killed
+                return result
+
+            return wrapped
+
+        cache = make(tiers=[DiskTier(root, BUDGET, reserve_bytes=0, fsync=operation == "fsync")])
+        with monkeypatch.context() as patch:
+            targets = {"write": (DiskTier, "_write"), "open": (DiskTier, "_path"), "unlink": (Path, "unlink")}
+            owner, name = targets.get(operation, (disk_module.os, operation))
+            patch.setattr(owner, name, strike(getattr(owner, name)))
+            try:
+                for position in (100, 300, 390):
+                    save(cache, tokens, position)
+                for seed in range(3):  # the budget is small: this evicts
+                    save(cache, context(50 + seed, 300), 299)
+            except Killed:
+                pass
+        if not copy.exists():
+            break
+        tier = open_disk(copy, BUDGET)
+        after = make(tiers=[tier])
+        after.recover()
+        close_books(after)
+        assert tier.used_bytes == on_disk(copy)
+        assert not list(copy.glob("tmp-*"))
+        survivors.append(best(after, tokens))
+        for seed in range(3):
+            assert best(after, np.append(context(50 + seed, 300), 1)) in (0, 299)
+        assert save(after, tokens, 390).checkpoint_id is not None
+        close_books(after)
+    assert survivors
+    assert operation == "unlink" or {0, 100, 300} <= set(survivors)
+
+
+def test_a_full_disk_shrinks_the_budget_and_is_no_error(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 24, reserve_bytes=1 << 20, fsync=False)
+    cache = make(tiers=[tier])
+    for seed in range(4):
+        assert save(cache, context(seed, 200), 199).checkpoint_id is not None
+    used = tier.used_bytes
+
+    class Nearly:
+        """What this cache gives up becomes free; beside that only the reserve is left."""
+
+        f_frsize = 4096
+
+        @property
+        def f_bavail(self):
+            return ((1 << 20) + used - tier.used_bytes) // 4096
+
+    monkeypatch.setattr(disk_module.os, "statvfs", lambda path: Nearly())
+    assert tier.budget_bytes == used
+    assert save(cache, context(9, 200), 199).checkpoint_id is not None  # something else went
+    assert cache.stats().tiers["disk"].evictions > 0
+    close_books(cache)
+
+
+def test_no_space_during_a_write_takes_everything_back(tmp_path, monkeypatch):
+    cache, tokens = make(tiers=[open_disk(tmp_path)]), context(7, 200)
+    save(cache, tokens, 100)
+    used = on_disk(tmp_path)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_module.os, "rename", full)
+        assert save(cache, tokens, 199).checkpoint_id is None
+        with pytest.raises(TierFull):
+            cache._kept.shelves[0].tier.put(b"z" * 17, SegmentHeader("state", b"", b"", b"", b"", 0, 0, b""), {})
+    assert (on_disk(tmp_path), list(tmp_path.glob("tmp-*"))) == (used, [])
+    close_books(cache)
+    assert best(cache, tokens) == 100
+    assert save(cache, tokens, 199).checkpoint_id is not None
+
+
+headers = st.builds(
+    SegmentHeader,
+    what=st.sampled_from(["extent", "state", "logits"]),
+    namespace=st.binary(max_size=32),
+    salt=st.binary(max_size=32),
+    key=st.binary(max_size=16),
+    parent=st.binary(max_size=16),
+    start=st.integers(0, 2**40),
+    position=st.integers(0, 2**40),
+    tokens=st.binary(max_size=64),
+    kind=st.text(max_size=5),
+    item=st.integers(-1, 2**31),
+)
+part_sizes = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.integers(0, 9999), max_size=4)
+
+
+@given(header=headers, key=st.binary(max_size=17), sizes=part_sizes, fill=st.integers(0, 2**64 - 1))
+@settings(deadline=None)
+def test_a_header_says_what_was_written(header, key, sizes, fill):
+    sums = dict.fromkeys(sizes, fill)
+    head = encode_header(key, header, sizes, sums)
+    assert len(head) == len(encode_header(key, header, sizes, dict.fromkeys(sizes, 0)))
+    assert len(head) % 8 == 0
+    contents = decode_header(head[8:])
+    assert (contents.key, contents.header) == (key, header)
+    assert {n: (size, total) for n, (_, size, total) in contents.parts.items()} == {n: (sizes[n], fill) for n in sizes}
+    assert contents.nbytes == len(head) + sum(sizes.values())
+
+
+@given(header=headers, at=st.integers(0, 10**6), bit=st.integers(0, 7))
+@settings(deadline=None)
+def test_a_changed_header_is_refused(header, at, bit):
+    text = bytearray(encode_header(b"k", header, {"kv": 7}, {"kv": 99})[8:])
+    good = decode_header(bytes(text))
+    text[at % len(text)] ^= 1 << bit
+    try:
+        changed = decode_header(bytes(text))
+    except ValueError:
+        return
+    assert changed == good  # only blanks may differ unnoticed
