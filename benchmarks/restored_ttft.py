@@ -2,9 +2,9 @@
 
     python -m benchmarks.restored_ttft [--context 4096] [--suffix 64] [--pairs 7] [--record]
 
-A real server with the embedded demo model, one WebSocket, nothing else running. Each pair asks the same turn twice: after its
-context was sent in an earlier turn (restored) and as one whole context that the server has never seen (cold: its first words are
-new). The figure is the ratio of each pair, by the time at which this client sees the first token event.
+A real server with the embedded demo model, one WebSocket, nothing else running. Each pair asks the same turn twice: after
+its context was sent in an earlier turn (restored) and as one whole context that the server has never seen (cold: its first
+words are new). The figure is the ratio of each pair, by the time at which this client sees the first token event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ from agentserve.cli.connect import AgentSocket, failure_of
 from agentserve.cli.private_server import private_server
 from benchmarks.common import report, spread
 
-WORDS = "river stone window market garden letter bridge copper candle winter harbor meadow silver basket thunder pocket".split()
+WORDS = [
+    "river",
+    "stone",
+    "window",
+    "market",
+    "garden",
+    "letter",
+    "bridge",
+    "copper",
+    "candle",
+    "winter",
+    "harbor",
+    "meadow",
+    "silver",
+    "thunder",
+]
 
 
 def words(rng: random.Random, tokens: int) -> str:

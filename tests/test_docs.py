@@ -34,6 +34,7 @@ def test_every_make_target_in_the_documents_exists() -> None:
 def test_architecture_names_every_module_folder() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    folders = {str(Path(f).parent) for f in tracked if f.endswith(".py") and f.startswith(("agentserve", "statecache", "engine"))}
+    packages = ("agentserve", "statecache", "engine")
+    folders = {str(Path(f).parent) for f in tracked if f.endswith(".py") and f.startswith(packages)}
     for folder in sorted(folders):
         assert Path(folder).name in text, f"{folder} has no line in docs/architecture.md"
