@@ -247,7 +247,7 @@ class Shelf:
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
         runs: list[KvRun] = []
-        for first, end, extent in self._needed_extents(record, first_block):
+        for first, end, extent in self._needed_extents(holding, first_block):
             header = self.tier.header(extent.key)
             count = end - first
             self._check(extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")
@@ -277,10 +277,10 @@ class Shelf:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _needed_extents(self, record: Record, first_block: int) -> Iterator[tuple[int, int, Extent]]:
-        """(first block, end block, extent) over the record's chain, in order."""
+    def _needed_extents(self, holding: Holding, first_block: int) -> Iterator[tuple[int, int, Extent]]:
+        """(first block, end block, extent) over a chain, in order."""
         spans: list[tuple[int, int, Extent]] = []
-        block = self.holdings[record.id].tail
+        block = holding.tail
         while block is not None and block.index >= first_block:
             first = block.extent.blocks[0]
             spans.append((first.index, block.index + 1, block.extent))
