@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -276,3 +279,32 @@ def test_counters_add_up():
     stats = cache.stats()
     assert (stats.matches, stats.misses, stats.matched_tokens, stats.asked_tokens) == (2, 1, 150, 220)
     assert stats.tiers["ram"].written_bytes == stats.tiers["ram"].used_bytes
+
+
+def test_helper_threads_may_match_and_read_while_another_one_saves():
+    cache = make(20_000)
+    contexts = [context(seed, 250) for seed in range(8)]
+    stop = threading.Event()
+
+    def read_on(seed: int) -> int:
+        pick, restored = np.random.default_rng(seed), 0
+        while not stop.is_set():
+            tokens = contexts[pick.integers(len(contexts))]
+            with cache.match(tokens, SALT) as match:
+                payload = match.read()
+                assert payload.position == match.position
+                assert not payload.position or same(payload, tokens, SALT)
+                restored += payload.position > 0
+        return restored
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read_on, seed) for seed in range(3)]
+        try:
+            for n in range(120):
+                save(cache, contexts[n % len(contexts)], 100 + n % 140)
+        finally:
+            stop.set()
+        restored = [reader.result() for reader in readers]
+    assert sum(restored) > 0
+    assert cache.stats().tiers["ram"].evictions > 0
+    close_books(cache)
