@@ -12,6 +12,7 @@ copied, or handed over when its owner ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ from engine.models.base import ModelSpec
 from engine.types import HoldId, KvRun, StateLayout, StateSnapshot
 
 NO_ROW = -1
+_JOIN_BYTES = 32 << 20
+"""Short runs are joined up to this much before they are written: a saved context comes in pieces of 64 tokens."""
 
 
 @dataclass(slots=True)
@@ -182,8 +185,8 @@ class StateStore:
         except OutOfPages:
             self.release_row(row)
             raise
-        for run in snapshot.kv:
-            self.kv.write(table.pages, run.start, run.rows)
+        for start, rows in _joined(snapshot.kv):
+            self.kv.write(table.pages, start, rows)
         if row != NO_ROW:
             self.states.write(row, snapshot.state)
         return table, row
@@ -194,3 +197,21 @@ class StateStore:
         self.pages.check([*(t.pages for t in tables), *(h.pages for h in held)])
         used = [r for r in (*rows, *(h.row for h in held)) if r != NO_ROW]
         self.rows.check([np.array([r], dtype=np.int32) for r in used])
+
+
+def _joined(runs: tuple[KvRun, ...]) -> Iterator[tuple[int, np.ndarray]]:
+    """(first position, rows) of neighbouring runs put together, at most about _JOIN_BYTES at a time."""
+    batch: list[KvRun] = []
+    size = 0
+    for run in runs:
+        if batch and size + run.rows.nbytes > _JOIN_BYTES:
+            yield batch[0].start, _concatenate(batch)
+            batch, size = [], 0
+        batch.append(run)
+        size += run.rows.nbytes
+    if batch:
+        yield batch[0].start, _concatenate(batch)
+
+
+def _concatenate(runs: list[KvRun]) -> np.ndarray:
+    return runs[0].rows if len(runs) == 1 else np.concatenate([run.rows for run in runs])

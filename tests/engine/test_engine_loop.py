@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.errors import ContextTooLong, InvalidRequest, SnapshotMismatch, UnknownHold
-from engine.types import CutReached, Finished, HoldId, SamplingParams, StateSnapshot, TokenEvent
+from engine.types import CutReached, Finished, HoldId, KvRun, SamplingParams, StateSnapshot, TokenEvent
 from tests.engine.helpers import Log, make_engine, prompt, release_all, request, run
 from tests.fakes.hash_model import HashModel, expected_logits, expected_tokens, make_spec
 
@@ -247,7 +247,9 @@ def test_snapshot_bytes_survive_a_round_trip():
     assert np.array_equal(first.logits, second.logits)
 
 
-def test_a_snapshot_in_several_runs_is_one_state():
+@pytest.mark.parametrize("limit", [1, 200, 1 << 20])
+def test_a_snapshot_in_several_runs_is_one_state(monkeypatch, limit):
+    monkeypatch.setattr("engine.kvcache.store._JOIN_BYTES", limit)
     engine = make_engine()
     ids = prompt(16, 77)
     engine.submit(request("a", ids, 3, cuts=(70,)))
@@ -256,7 +258,7 @@ def test_a_snapshot_in_several_runs_is_one_state():
     whole = engine.copy_out(hold)
     rows = whole.kv[0].rows
     rows.flags.writeable = False
-    runs = tuple(type(whole.kv[0])(a, rows[a:b]) for a, b in ((0, 5), (5, 32), (32, 70)))
+    runs = tuple(KvRun(a, rows[a:b]) for a, b in ((0, 5), (5, 5), (5, 8), (8, 32), (32, 70)))
     engine.submit(request("b", ids, 3, restore=StateSnapshot(70, runs, whole.state)))
     run(engine, log)
     assert log.tokens["a"] == log.tokens["b"]
