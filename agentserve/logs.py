@@ -25,7 +25,12 @@ class OneLine(logging.Formatter):
         return f"error={getattr(kind, '__name__', kind)} at={'>'.join(places)}"
 
     def format(self, record: logging.LogRecord) -> str:
-        return " ".join(super().format(record).splitlines())
+        # Another handler's formatter may have left its own rendering of the exception, with the message in it.
+        kept, record.exc_text = record.exc_text, None
+        try:
+            return " ".join(super().format(record).splitlines())
+        finally:
+            record.exc_text = kept
 
 
 def setup(level: str = "INFO") -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentserve.config import Config
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
-from agentserve.errors import TurnFailure
+from agentserve.errors import IdempotencyConflict, TurnFailure
 from agentserve.events import ResponseEvents
 from agentserve.interfaces import (
     CallClose,
@@ -84,6 +84,10 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
     Cancelling the task stops generation within one step.
     """
     kept = LocalResponses() if local is None else local
+    if request.idempotency_key is not None:
+        known = await known_answer(request, services)
+        if known is not None:
+            return replay(known, request, sink)
     context = await resolve(request, services.store, kept)
     turn = Turn(request, context, services, sink)
     turn.announce()
@@ -103,6 +107,38 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
             log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
             turn.fail(TurnFailure("server_error", "the server failed in this turn; its context is unchanged, retry"))
     return turn.events.body
+
+
+async def known_answer(request: TurnRequest, services: Services) -> StoredResponse | None:
+    """The response that this idempotency key stands for. Raises IdempotencyConflict if the key was used for another request."""
+    key = request.idempotency_key
+    assert key is not None
+    for turn in services.active.values():
+        other = turn.request
+        if other.idempotency_key == key and other.principal.id == request.principal.id:
+            raise IdempotencyConflict(
+                "a request with this idempotency key is running; retry when it has ended", "idempotency_key"
+            )
+    known = await services.store.by_idempotency_key(request.principal.id, key)
+    if known is not None and known.request_digest != request.digest:
+        raise IdempotencyConflict("this idempotency key was used for another request", "idempotency_key")
+    return known
+
+
+def replay(known: StoredResponse, request: TurnRequest, sink: Sink) -> ResponseBody:
+    """Send a stored response again, under its own id, as whole items."""
+    body = msgspec.json.decode(known.body, type=ResponseBody)
+    begun = msgspec.structs.replace(
+        body, status="in_progress", output=(), usage=None, completed_at=None, incomplete_details=None
+    )
+    events = ResponseEvents(begun, sink.put, request.stream_id)
+    events.created()
+    events.in_progress()
+    for item in body.output:
+        events.whole_item(item)
+    events.body = body
+    events.end()
+    return body
 
 
 class Turn:

@@ -1,0 +1,167 @@
+"""The same turns over HTTP: JSON, server-sent events, stored responses, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.canonical import check
+from tests.fakes.server import TOKEN, FakeServer, running, wait_for
+from tests.fakes.text import call
+from tests.fakes.worker import answer, failing
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with running() as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}) as one:
+        yield one
+
+
+def sse_events(text: str) -> list[dict[str, Any]]:
+    events = []
+    for block in text.strip().split("\n\n"):
+        head, data = block.split("\n", 1)
+        event = json.loads(data.removeprefix("data: "))
+        assert head == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def test_json_and_stream_give_the_same_answer(server: FakeServer, client: httpx.Client) -> None:
+    server.worker.default = answer((*call("f", '{"x": 1}'),))
+    whole = client.post("/v1/responses", json={"input": "hi", "tools": [{"type": "function", "name": "f"}]}).json()
+    stream = client.post("/v1/responses", json={"input": "hi", "stream": True, "tools": [{"type": "function", "name": "f"}]})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    streamed = check(sse_events(stream.text))
+    assert whole["output"][0]["arguments"] == streamed["output"][0]["arguments"] == '{"x": 1}'
+    assert whole["usage"] == streamed["usage"]
+    assert whole["object"] == "response"
+
+
+def test_a_stored_response_can_be_read_listed_and_deleted(client: httpx.Client) -> None:
+    items = [{"role": "user", "content": "one"}, {"id": "msg_mine", "role": "user", "content": "two"}]
+    made = client.post("/v1/responses", json={"input": items}).json()
+    path = f"/v1/responses/{made['id']}"
+    assert client.get(path).json() == made
+    listed = client.get(f"{path}/input_items?order=asc").json()
+    assert [i["content"][0]["text"] for i in listed["data"]] == ["one", "two"]
+    assert listed["data"][1]["id"] == listed["last_id"] == "msg_mine"
+    assert client.get(f"{path}/input_items").json()["data"] == listed["data"][::-1]
+    page = client.get(f"{path}/input_items?order=asc&limit=1").json()
+    assert (page["data"], page["has_more"]) == (listed["data"][:1], True)
+    rest = client.get(f"{path}/input_items?order=asc&after={page['last_id']}").json()
+    assert (rest["data"], rest["has_more"]) == (listed["data"][1:], False)
+    assert client.get(f"{path}/input_items?limit=0").json()["error"]["param"] == "limit"
+    assert client.delete(path).json() == {"id": made["id"], "object": "response", "deleted": True}
+    assert client.get(path).status_code == client.delete(path).status_code == 404
+
+
+def test_store_false_is_not_kept(server: FakeServer, client: httpx.Client) -> None:
+    made = client.post("/v1/responses", json={"input": "x", "store": False}).json()
+    assert made["store"] is False
+    assert client.get(f"/v1/responses/{made['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("context_length_exceeded", 400), ("deadline_exceeded", 408), ("server_error", 500)]
+)
+def test_a_failed_turn_has_an_http_status_unless_streamed(
+    server: FakeServer, client: httpx.Client, code: str, status: int
+) -> None:
+    server.worker.scripts.extend([failing(code, "why"), failing(code, "why")])
+    whole = client.post("/v1/responses", json={"input": "x"})
+    assert (whole.status_code, whole.json()["error"]["code"]) == (status, code)
+    streamed = check(sse_events(client.post("/v1/responses", json={"input": "x", "stream": True}).text))
+    assert streamed["error"]["code"] == code
+
+
+def test_errors_before_the_first_event_have_their_own_status(client: httpx.Client) -> None:
+    answer = client.post("/v1/responses", json={"input": "x", "stream": True, "previous_response_id": "resp_0"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_stops_its_turn(server: FakeServer, stream: bool) -> None:
+    server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
+    with (
+        httpx.Client(base_url=server.url, headers={"x-api-key": TOKEN}, timeout=0.5) as short,
+        pytest.raises(httpx.ReadTimeout),
+        short.stream("POST", "/v1/responses", json={"input": "x", "stream": stream}) as reply,
+    ):
+        reply.read()
+    wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
+    wait_for(lambda: not server.services.active)
+
+
+def test_a_running_response_can_be_seen_and_cancelled(server: FakeServer, client: httpx.Client) -> None:
+    server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
+    with client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as reply:
+        wait_for(lambda: bool(server.services.active))
+        response_id = next(iter(server.services.active))
+        with httpx.Client(base_url=server.url, headers={"x-api-key": TOKEN}) as other:
+            assert other.get(f"/v1/responses/{response_id}").json()["status"] == "in_progress"
+            assert other.post(f"/v1/responses/{response_id}/cancel").status_code == 200
+        final = check(sse_events(reply.read().decode()))
+    assert final["status"] == "cancelled"
+    assert client.get(f"/v1/responses/{response_id}").json()["status"] == "cancelled"
+
+
+def test_models_and_operation(server: FakeServer, client: httpx.Client) -> None:
+    assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["fake"]
+    assert client.get("/v1/models/fake").json()["object"] == "model"
+    assert client.get("/v1/models/other").status_code == 404
+    assert b"agentserve_turns" in client.get("/metrics").content
+    server.worker.ready = False
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").json() == {"status": "ok"}
+    missing = client.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert client.put("/v1/responses").status_code == 405
+
+
+def test_sessions_show_lineage_and_are_forgotten_everywhere(server: FakeServer, client: httpx.Client) -> None:
+    first = client.post("/v1/responses", json={"input": "x", "prompt_cache_key": "k"}).json()
+    second = client.post("/v1/responses", json={"input": "y", "previous_response_id": first["id"]}).json()
+    (session,) = client.get("/v1/sessions").json()["data"]
+    assert (session["turns"], session["lineage"]) == (2, [first["id"], second["id"]])
+    path = f"/v1/sessions/{session['id']}"
+    assert client.get(path).json() == session
+    assert client.get(f"{path}/checkpoints").json()["data"][0]["kind"] == "user"
+    assert client.delete(path).json()["deleted"] is True
+    assert server.worker.forgotten == [session["id"]]
+    assert client.get(path).status_code == 404
+
+
+def test_what_names_a_session(server: FakeServer, client: httpx.Client) -> None:
+    def session_of(body: dict[str, Any], headers: dict[str, str] | None = None) -> str:
+        made = client.post("/v1/responses", json={"input": "x", **body}, headers=headers).json()
+        return server.store.rows[made["id"]].session
+
+    by_key = session_of({"prompt_cache_key": "a"}, {"session-id": "b"})
+    assert by_key == session_of({"prompt_cache_key": "a"})
+    assert session_of({}, {"session-id": "b"}) == session_of({"input": "other"}, {"session-id": "b"}) != by_key
+    first = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    grown = [*first, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+    assert session_of({"input": first}) == session_of({"input": grown}) != session_of({"input": grown[1:]})
+
+
+def test_the_same_key_and_body_replays_and_another_body_conflicts(server: FakeServer, client: httpx.Client) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first = client.post("/v1/responses", json={"input": "x"}, headers=headers).json()
+    again = client.post("/v1/responses", json={"input": "x"}, headers=headers).json()
+    streamed = client.post("/v1/responses", json={"input": "x", "stream": True}, headers=headers)
+    assert again == first == check(sse_events(streamed.text))
+    assert len(server.worker.starts) == 1
+    conflict = client.post("/v1/responses", json={"input": "y"}, headers=headers)
+    assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")

@@ -1,0 +1,247 @@
+"""Who gets in: Host, Origin and token are checked before a socket is accepted; other people's ids do not exist."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from agentserve.config import ServerConfig, load
+from agentserve.errors import ConfigError
+from agentserve.logs import FORMAT, OneLine
+from agentserve.security import Tokens, load_tokens
+from tests.fakes.canonical import check
+from tests.fakes.server import OTHER_TOKEN, TOKEN, FakeServer, config_for_tests, running
+from tests.fakes.worker import answer, failing
+
+AUTH = {"Authorization": f"Bearer {TOKEN}"}
+OTHER = {"x-api-key": OTHER_TOKEN}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    settings = {"allowed_hosts": ("agentserve",), "allowed_origins": ("http://localhost:3000",)}
+    with running(config_for_tests(server=settings)) as one:
+        yield one
+
+
+REFUSED = [
+    ({}, 401),
+    ({"Authorization": "Bearer wrong"}, 401),
+    ({"Authorization": f"Basic {TOKEN}"}, 401),
+    ({"Authorization": f"Bearer {TOKEN}x"}, 401),
+    ({"x-api-key": ""}, 401),
+    ({**AUTH, "Origin": "https://evil.example"}, 403),
+    ({**AUTH, "Origin": "null"}, 403),
+    ({**AUTH, "Origin": "http://localhost:3001"}, 403),
+    ({**AUTH, "Origin": "http://127.0.0.1"}, 403),
+    ({**AUTH, "Host": "evil.example"}, 403),
+    ({**AUTH, "Host": "127.0.0.1.evil.example"}, 403),
+    ({**AUTH, "Host": "agentserve.evil.example:80"}, 403),
+    ({"Origin": "https://evil.example"}, 403),
+]
+ADMITTED = [
+    AUTH,
+    {"authorization": f"bearer {TOKEN}"},
+    {"x-api-key": TOKEN},
+    {**AUTH, "Origin": "http://localhost:3000"},
+    {**AUTH, "Host": "agentserve:8741"},
+    {**AUTH, "Host": "AGENTSERVE"},
+    {**AUTH, "Host": "localhost:1"},
+    {**AUTH, "Host": "[::1]:1"},
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), REFUSED)
+def test_refused_before_accept(server: FakeServer, headers: dict[str, str], status: int) -> None:
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
+    assert handshake_status(server, headers) == status
+    assert server.services.metrics.render().count(b"agentserve_connections_refused_total{") > 0
+
+
+@pytest.mark.parametrize("headers", ADMITTED)
+def test_admitted(server: FakeServer, headers: dict[str, str]) -> None:
+    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    assert handshake_status(server, headers) == 101
+
+
+def handshake_status(server: FakeServer, headers: dict[str, str]) -> int:
+    """Status of an upgrade request, by hand: client libraries do not let one set Host."""
+    lines = {"Host": f"127.0.0.1:{server.port}", **headers}
+    head = "".join(f"{k}: {v}\r\n" for k, v in lines.items())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(
+            b"GET /v1/responses HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n" + head.encode() + b"\r\n"
+        )
+        with sock.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
+def test_a_token_in_the_query_is_no_token(server: FakeServer) -> None:
+    assert httpx.get(f"{server.url}/v1/models?token={TOKEN}&api_key={TOKEN}").status_code == 401
+
+
+def test_health_needs_no_token_but_a_good_host(server: FakeServer) -> None:
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    assert httpx.get(f"{server.url}/readyz").json()["status"] == "ready"
+    assert httpx.get(f"{server.url}/healthz", headers={"Host": "evil.example"}).status_code == 403
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+
+
+def test_two_host_headers_are_refused(server: FakeServer) -> None:
+    assert handshake_status(server, {**AUTH, "host": "evil.example"}) in (400, 403)
+
+
+def test_upgrades_are_answered_with_426_when_websocket_is_off() -> None:
+    with running(config_for_tests(server={"websocket": False})) as off:
+        assert handshake_status(off, AUTH) == 426
+        assert httpx.post(f"{off.url}/v1/responses", json={"input": "x"}, headers=AUTH).status_code == 200
+
+
+def test_too_many_connections_are_refused_with_429() -> None:
+    with (
+        running(config_for_tests(limits={"connections_per_principal": 1})) as small,
+        connect(small.ws_url, additional_headers=AUTH),
+    ):
+        with pytest.raises(InvalidStatus) as refused:
+            connect(small.ws_url, additional_headers=AUTH)
+        assert refused.value.response.status_code == 429
+        with connect(small.ws_url, additional_headers=OTHER):
+            pass
+
+
+def test_another_principals_ids_look_unknown_by_every_route(server: FakeServer) -> None:
+    mine = httpx.post(f"{server.url}/v1/responses", json={"input": "x"}, headers=AUTH).json()
+    session = server.store.rows[mine["id"]].session
+    routes = [
+        ("GET", f"/v1/responses/{mine['id']}"),
+        ("DELETE", f"/v1/responses/{mine['id']}"),
+        ("POST", f"/v1/responses/{mine['id']}/cancel"),
+        ("GET", f"/v1/responses/{mine['id']}/input_items"),
+        ("GET", f"/v1/sessions/{session}"),
+        ("DELETE", f"/v1/sessions/{session}"),
+        ("GET", f"/v1/sessions/{session}/checkpoints"),
+    ]
+    for method, path in routes:
+        theirs = httpx.request(method, server.url + path, headers=OTHER)
+        unknown = httpx.request(
+            method, server.url + path.replace(mine["id"], "resp_0").replace(session, "ses_0"), headers=OTHER
+        )
+        assert theirs.status_code == unknown.status_code == 404
+        assert theirs.text.replace(mine["id"], "resp_0").replace(session, "ses_0") == unknown.text
+    with connect(server.ws_url, additional_headers=OTHER) as other:
+        other.send(json.dumps({"type": "response.create", "input": "y", "previous_response_id": mine["id"]}))
+        assert json.loads(other.recv(timeout=10))["error"]["code"] == "previous_response_not_found"
+    assert httpx.get(f"{server.url}/v1/sessions", headers=OTHER).json()["data"] == []
+    assert httpx.get(f"{server.url}/v1/responses/{mine['id']}", headers=AUTH).json() == mine
+
+
+def test_principals_have_different_salts_that_do_not_change(server: FakeServer) -> None:
+    for headers in (AUTH, OTHER, AUTH):
+        httpx.post(f"{server.url}/v1/responses", json={"input": "salt"}, headers=headers)
+    first, second, third = (start.salt for start in server.worker.starts[-3:])
+    assert first == third != second
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_token_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
+    config = ServerConfig(token_file=str(tmp_path / "state" / "token"))
+    tokens, fresh = load_tokens(config)
+    assert tokens is not None
+    assert fresh is not None
+    assert len(fresh) >= 40
+    assert stat.S_IMODE((tmp_path / "state" / "token").stat().st_mode) == 0o600
+    again, shown = load_tokens(config)
+    assert shown is None
+    assert again is not None
+    assert again.owner(fresh) == tokens.owner(fresh)
+
+
+def test_an_empty_token_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        load_tokens(ServerConfig(token_file=str(tmp_path / "token")))
+
+
+def test_tokens_name_their_owner() -> None:
+    tokens = Tokens([("a", "one"), ("b", "two")])
+    assert [getattr(tokens.owner(t), "id", None) for t in ("one", "two", "three", "")] == ["a", "b", None, None]
+
+
+def test_without_a_token_only_loopback_is_listened_on() -> None:
+    with pytest.raises(ConfigError, match="must be loopback"):
+        load(environ={}, flags={"server.auth": "none", "server.host": "0.0.0.0"})
+
+
+# ── what must not be logged ──────────────────────────────────────────────────────────────────────────────────────
+
+SECRETS = ["SECRET-PROMPT", "SECRET-TOOL-OUTPUT", "SECRET-INSTRUCTION", "SECRET-ANSWER", "SECRET-FIELD", TOKEN, "SECRET-TOKEN"]
+
+
+def test_no_prompt_output_or_key_reaches_log_or_metrics(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server.worker.scripts.extend([answer("SECRET-ANSWER"), failing("server_error", "worker stopped")])
+    body = {
+        "input": [
+            {"role": "user", "content": "SECRET-PROMPT"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "SECRET-FIELD"}'},
+            {"type": "function_call_output", "call_id": "c", "output": "SECRET-TOOL-OUTPUT"},
+        ],
+        "instructions": "SECRET-INSTRUCTION",
+    }
+    with connect(server.ws_url, additional_headers=AUTH) as socket:
+        for frame in (body, body, {"input": [{"role": "SECRET-FIELD"}]}, {"model": "SECRET-FIELD", "input": "x"}):
+            socket.send(json.dumps({"type": "response.create", **frame}))
+            events = []
+            while not events or events[-1]["type"] not in ("response.completed", "response.failed", "error"):
+                events.append(json.loads(socket.recv(timeout=10)))
+        server.text.fail = ValueError("SECRET-PROMPT cannot be rendered")
+        socket.send(json.dumps({"type": "response.create", **body}))
+        events = []
+        while not events or events[-1]["type"] != "response.failed":
+            events.append(json.loads(socket.recv(timeout=10)))
+        assert check(events)["error"]["code"] == "server_error"
+        server.text.fail = None
+    httpx.post(f"{server.url}/v1/responses?key=SECRET-FIELD", json=body, headers={"Authorization": "Bearer SECRET-TOKEN"})
+    ours = [r for r in caplog.records if r.name.startswith("agentserve")]
+    assert ours
+    lines = [OneLine(FORMAT).format(record) for record in ours]
+    text = "\n".join(lines) + server.services.metrics.render().decode()
+    assert not [s for s in SECRETS if s in text]
+    assert all("\n" not in line for line in lines)
+
+
+def test_every_public_setting_survives_toml_env_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[server]\nport = 1\nallowed_hosts = ["a", "b"]\n[turn]\nkeepalive_s = 1\n')
+    env = {"AGENTSERVE_SERVER_PORT": "2", "AGENTSERVE_ALLOWED_ORIGINS": "http://x, http://y", "AGENTSERVE_STATE_DIR": "/s"}
+    assert load(file, environ={}).server.port == 1
+    config = load(file, environ=env)
+    assert (config.server.port, config.server.allowed_hosts, config.state_dir) == (2, ("a", "b"), "/s")
+    assert config.server.allowed_origins == ("http://x", "http://y")
+    assert config.server.token_file == "/s/token"
+    assert load(file, {"server.port": 3, "server.host": None}, env).server.port == 3
+    assert msgspec.to_builtins(config)["turn"]["keepalive_s"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("[server]\nport = -1", "port"), ("[server]\nprot = 1", "prot"), ("[nothing]\n", "nothing"), ("port = ", "cannot read")],
+)
+def test_a_bad_setting_is_named(tmp_path: Path, text: str, hint: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=hint):
+        load(file, environ={})
