@@ -33,6 +33,9 @@ def chat(
         typer.Option(help="Let the model list, read and search files in this directory (nothing is written) and calculate."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the server's.")
+    ] = None,
     once: Annotated[str | None, typer.Option("--once", help="Send this one message, print the answer, leave.")] = None,
 ) -> None:
     """Talk to a running server: answers stream, thinking is dimmed, tool calls are executed and shown.
@@ -50,7 +53,7 @@ def chat(
         model = target.get("/v1/models")["data"][0]["id"]
         with AgentSocket(target) as socket:
             toolbox = None if tools is None else Toolbox(tools)
-            talk = Talk(console, socket, model, toolbox, system)
+            talk = Talk(console, socket, model, toolbox, system, temperature)
             if once is not None:
                 raise typer.Exit(0 if talk.say(once) else 1)
             console.print(f"[bold]{model}[/] at {target.url}. {HELP}", style="dim")
@@ -94,12 +97,21 @@ def _converse(console: Console, talk: Talk) -> None:
 class Talk:
     """One session. Sends only what is new and names the response that it follows."""
 
-    def __init__(self, console: Console, socket: AgentSocket, model: str, toolbox: Toolbox | None, system: str | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        socket: AgentSocket,
+        model: str,
+        toolbox: Toolbox | None,
+        system: str | None,
+        temperature: float | None,
+    ) -> None:
         self._console = console
         self._socket = socket
         self._model = model
         self._toolbox = toolbox
         self._system = system
+        self._temperature = temperature
         self._previous: str | None = None
 
     def forget(self) -> None:
@@ -128,6 +140,8 @@ class Talk:
             body["previous_response_id"] = self._previous
         if self._system is not None:
             body["instructions"] = self._system
+        if self._temperature is not None:
+            body["temperature"] = self._temperature
         if self._toolbox is not None:
             body["tools"] = TOOLS
         meter, show = Meter(), show_events(self._console)

@@ -151,7 +151,7 @@ def check_memory(config: Config) -> Finding:
 def check_state_dir(config: Config) -> Finding:
     path = Path(config.state_dir)
     place = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK):
         return Finding("state directory", "fail", f"{path} cannot be written", "Choose another: --state-dir DIR")
     free = shutil.disk_usage(place).free
     if free < LEAST_FREE_BYTES:

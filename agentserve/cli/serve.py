@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,6 +73,9 @@ async def _run(application: Application) -> int:
     progress = LoadProgress()
     application.worker.on_loading = progress.loading
     server = application.server
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn takes both over, drains, and raises them again for whoever had them before: this ends the process with 0.
+        signal.signal(number, lambda _number, _frame: None)
     serving = asyncio.ensure_future(server.serve())
     while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event for it)
         await asyncio.sleep(0.01)
