@@ -76,15 +76,27 @@ static inline void value_tile(MulBF16, int keys, int D, char *out, F &&row) {
 }
 #endif
 
-// Probabilities of one key (or key pair) to P units.
-static inline void store_probability(MulF32, char *panel, const float *s, int keys) {
-  for (int j = 0; j < keys; ++j) v_store((float *)panel + j * W, v_load(s + j * kLdBuf));
+// Scores times `factor` minus `high`, powers of two, to P units of one panel. Returns their sum.
+static inline V store_probabilities(MulF32, char *panel, const float *s, int keys, V factor, V high) {
+  V sum = v_zero(), shift = v_sub(v_zero(), high);
+  for (int j = 0; j < keys; ++j) {
+    V e = v_exp2<6>(v_fma(v_load(s + j * kLdBuf), factor, shift));
+    v_store((float *)panel + j * W, e);
+    sum = v_add(sum, e);
+  }
+  return sum;
 }
 #if defined(ASV_HAVE_BF16)
-static inline void store_probability(MulBF16, char *panel, const float *s, int keys) {
-  for (int j = 0; j < keys; j += 2)
-    v_store_pairs(panel + j / 2 * W * 4, v_load(s + j * kLdBuf),
-                  j + 1 < keys ? v_load(s + (j + 1) * kLdBuf) : v_zero());
+static inline V store_probabilities(MulBF16, char *panel, const float *s, int keys, V factor, V high) {
+  V even = v_zero(), odd = v_zero(), shift = v_sub(v_zero(), high);
+  for (int j = 0; j < keys; j += 2) {
+    V e = v_exp2<5>(v_fma(v_load(s + j * kLdBuf), factor, shift)), o = v_zero();
+    if (j + 1 < keys) o = v_exp2<5>(v_fma(v_load(s + (j + 1) * kLdBuf), factor, shift));
+    v_store_pairs(panel + j / 2 * W * 4, e, o);
+    even = v_add(even, e);
+    odd = v_add(odd, o);
+  }
+  return v_add(even, odd);
 }
 #endif
 
@@ -126,9 +138,10 @@ struct Attention {
         j += rows;
       }
       V shrink[kMaxVec];
-      for (int v = 0; v < nv; ++v)
-        shrink[v] = softmax_tile(scores + v * W, keys, k0, limit + v * W, k0 + keys > first_limit, &top[v], &total[v]);
-      for (int v = 0; v < nv; ++v) store_probability(M(), p + v * p_panel(), scores + v * W, keys);
+      for (int v = 0; v < nv; ++v) {
+        if (k0 + keys > first_limit) mask(scores + v * W, keys, k0, limit + v * W);
+        shrink[v] = softmax_tile(scores + v * W, keys, p + v * p_panel(), &top[v], &total[v]);
+      }
       value_tile<KT>(M(), keys, D, values, [&](int j) { return v_pool + a.pool.row(task.seq, k0 + j, 0); });
       accumulate(values, Panels{p, p_panel(), nv, units<M>(keys)}, shrink, sums);
     }
@@ -153,36 +166,26 @@ struct Attention {
     *last_limit = context + (task.first + task.count - 1) / a.group + 1;
   }
 
-  // Scores of one vector of queries to probabilities relative to the new maximum; returns the factor for older sums.
-  V softmax_tile(float *s, int keys, int k0, const float *limit, bool masked, V *top, V *total) const {
-    V scale = v_set(a.scale), high = *top;
-    if (masked) {
-      V allowed = v_load(limit);
-      for (int j = 0; j < keys; ++j) {
-        V x = v_mul(v_load(s + j * kLdBuf), scale);
-        x = v_where_less(v_set(float(k0 + j)), allowed, x, v_set(kMasked));
-        v_store(s + j * kLdBuf, x);
-        high = v_max(high, x);
-      }
-    } else {
-      V high2 = high;
-      int j = 0;
-      for (; j + 2 <= keys; j += 2) {
-        high = v_max(high, v_mul(v_load(s + j * kLdBuf), scale));
-        high2 = v_max(high2, v_mul(v_load(s + (j + 1) * kLdBuf), scale));
-      }
-      if (j < keys) high = v_max(high, v_mul(v_load(s + j * kLdBuf), scale));
-      high = v_max(high, high2);
+  static void mask(float *s, int keys, int k0, const float *limit) {
+    V allowed = v_load(limit), hidden = v_set(kMasked);
+    for (int j = 0; j < keys; ++j)
+      v_store(s + j * kLdBuf, v_where_less(v_set(float(k0 + j)), allowed, v_load(s + j * kLdBuf), hidden));
+  }
+
+  // Scores of one vector of queries to probabilities relative to the new maximum, as P units; powers of two all through.
+  // Returns the factor for older sums.
+  V softmax_tile(const float *s, int keys, char *panel, V *top, V *total) const {
+    V factor = v_set(a.scale * 1.44269504f), high = v_load(s), high2 = high;
+    int j = 1;
+    for (; j + 2 <= keys; j += 2) {
+      high = v_max(high, v_load(s + j * kLdBuf));
+      high2 = v_max(high2, v_load(s + (j + 1) * kLdBuf));
     }
-    V shrink = v_exp(v_sub(*top, high)), sum = v_zero(), factor = masked ? v_set(1.0f) : scale;
-    V minus_high = v_sub(v_zero(), high);
-    for (int j = 0; j < keys; ++j) {
-      V e = v_exp(v_fma(v_load(s + j * kLdBuf), factor, minus_high));
-      v_store(s + j * kLdBuf, e);
-      sum = v_add(sum, e);
-    }
+    if (j < keys) high = v_max(high, v_load(s + j * kLdBuf));
+    high = v_max(*top, v_mul(v_max(high, high2), factor));
+    V shrink = v_exp2<6>(v_sub(*top, high));
+    *total = v_fma(*total, shrink, store_probabilities(M(), panel, s, keys, factor, high));
     *top = high;
-    *total = v_fma(*total, shrink, sum);
     return shrink;
   }
 

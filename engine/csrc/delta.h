@@ -86,12 +86,7 @@ static void op_delta(const asv_op &op, const Counts &counts) {
       for (int h = 0; h < HK; ++h) {
         ptrdiff_t from = row * op.n[5 + part] + ptrdiff_t(h) * dk;
         float *to = (part == 0 ? q : k) + (size_t(r) * HK + h) * dk;
-        V squares = v_zero();
-        for_vectors(dk, [&](int i, int n) {
-          V x = load_any(op.p[part], xb, from + i, n);
-          squares = v_fma(x, x, squares);
-        });
-        V scale = v_set((part == 0 ? op.f[1] : 1.0f) / sqrtf(v_sum(squares) + op.f[0]));
+        V scale = v_set((part == 0 ? op.f[1] : 1.0f) / sqrtf(sum_of_squares(op.p[part], xb, from, dk) + op.f[0]));
         for_vectors(dk, [&](int i, int n) { store_part(to + i, v_mul(load_any(op.p[part], xb, from + i, n), scale), n); });
       }
     for (int h = 0; h < HV; ++h) {

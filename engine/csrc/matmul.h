@@ -136,8 +136,7 @@ static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_st
     for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
 }
 
-constexpr int kMaxVec = 3;             // panels per lane tile
-constexpr int kLdBuf = kMaxVec * W;    // row stride of a tile's result
+constexpr int kLdBuf = kMaxVec * W;  // row stride of a lane tile's result
 
 // The panels of one lane tile.
 struct Panels {
@@ -152,7 +151,7 @@ static inline void lane_rows(const RowTile &rows, const Panels &x, float *buf) {
   switch (x.count) {
     case 1: return lane_kernel<M, R, 1>(rows, x.data, x.stride, x.k, buf, kLdBuf);
     case 2: return lane_kernel<M, R, 2>(rows, x.data, x.stride, x.k, buf, kLdBuf);
-    default: return lane_kernel<M, R, 3>(rows, x.data, x.stride, x.k, buf, kLdBuf);
+    default: return lane_kernel<M, R, kMaxVec>(rows, x.data, x.stride, x.k, buf, kLdBuf);
   }
 }
 
@@ -181,7 +180,7 @@ static inline void for_panels(int panels, F &&body) {
   int at = 0;
   while (at < panels) {
     int left = panels - at;
-    int nv = left == 4 ? 2 : min_int(left, kMaxVec);
+    int nv = left == kMaxVec + 1 ? (left + 1) / 2 : min_int(left, kMaxVec);
     body(at, nv);
     at += nv;
   }

@@ -25,6 +25,22 @@ static void op_gather(const asv_op &op, const Counts &counts) {
   });
 }
 
+// In one fixed order for every row: a row's norm does not depend on its neighbours.
+static inline float sum_of_squares(const void *x, bool bf, ptrdiff_t from, int n) {
+  V sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
+  int i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int j = 0; j < 4; ++j) {
+      V part = load_any(x, bf, from + i + j * W, W);
+      sums[j] = v_fma(part, part, sums[j]);
+    }
+  for (; i < n; i += W) {
+    V part = load_any(x, bf, from + i, min_int(W, n - i));
+    sums[0] = v_fma(part, part, sums[0]);
+  }
+  return v_sum(v_add(v_add(sums[0], sums[1]), v_add(sums[2], sums[3])));
+}
+
 // out = x / rms(x) * w, or * (1 + w) with flag 8; times silu(gate) where a gate is given. One norm per row and head.
 // p: 0 x, 1 w, 2 out, 3 gate or null.  n: 0 rows, 1 heads, 2 D, 3 x row, 4 x head, 5 out row, 6 out head, 7 gate row,
 // 8 gate head stride.  f: 0 eps.  flags: bf16 bits of x, w, out, gate.
@@ -37,12 +53,7 @@ static void op_rmsnorm(const asv_op &op, const Counts &counts) {
       ptrdiff_t from = r * ptrdiff_t(op.n[3]) + h * ptrdiff_t(op.n[4]);
       ptrdiff_t to = r * ptrdiff_t(op.n[5]) + h * ptrdiff_t(op.n[6]);
       ptrdiff_t gate = r * ptrdiff_t(op.n[7]) + h * ptrdiff_t(op.n[8]);
-      V squares = v_zero();
-      for_vectors(D, [&](int i, int n) {
-        V x = load_any(op.p[0], xb, from + i, n);
-        squares = v_fma(x, x, squares);
-      });
-      V scale = v_set(1.0f / sqrtf(v_sum(squares) / float(D) + op.f[0]));
+      V scale = v_set(1.0f / sqrtf(sum_of_squares(op.p[0], xb, from, D) / float(D) + op.f[0]));
       for_vectors(D, [&](int i, int n) {
         V w = v_add(load_any(op.p[1], wb, i, n), one);
         V y = v_mul(v_mul(load_any(op.p[0], xb, from + i, n), scale), w);

@@ -1,8 +1,9 @@
 // Vectors of 16 floats. Included by one translation unit per instruction set, inside its anonymous namespace.
 using V = __m512;
 constexpr int W = 16;
-constexpr int kTileRows = 8;   // rows of one micro-kernel: 8 x 3 vectors of accumulators
-constexpr int kDotAcc = 16;    // accumulators of a dot tile
+constexpr int kTileRows = 8;  // rows of one lane kernel: 8 x 3 vectors of accumulators, 3 of tokens, 1 of weights
+constexpr int kMaxVec = 3;
+constexpr int kDotAcc = 16;   // accumulators of a dot kernel
 
 static inline __mmask16 mask_n(int n) { return __mmask16((1u << n) - 1); }
 static inline V v_zero() { return _mm512_setzero_ps(); }
@@ -32,10 +33,9 @@ static inline V v_add(V a, V b) { return _mm512_add_ps(a, b); }
 static inline V v_sub(V a, V b) { return _mm512_sub_ps(a, b); }
 static inline V v_mul(V a, V b) { return _mm512_mul_ps(a, b); }
 static inline V v_div(V a, V b) { return _mm512_div_ps(a, b); }
-// 1 / x to about 1 ulp: an estimate and two Newton steps are several times faster than the divider.
+// 1 / x, error below 2^-23: an estimate of 14 bits and a Newton step are several times faster than the divider.
 static inline V v_reciprocal(V x) {
   V r = _mm512_rcp14_ps(x);
-  r = _mm512_mul_ps(r, _mm512_fnmadd_ps(x, r, _mm512_set1_ps(2.0f)));
   return _mm512_mul_ps(r, _mm512_fnmadd_ps(x, r, _mm512_set1_ps(2.0f)));
 }
 static inline V v_fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
@@ -60,7 +60,7 @@ static inline float v_sum(V x) {
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
 static inline V v_round(V x) { return _mm512_roundscale_ps(x, 0); }
-// x * 2^n for integral n.
+// x * 2^n for integral n, 0 where that is too small.
 static inline V v_scale2(V x, V n) { return _mm512_scalef_ps(x, n); }
 
 // Transpose W rows of W 4-byte units held in registers, in place.

@@ -4,6 +4,7 @@ typedef float V __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
 constexpr int W = 4;
 constexpr int kTileRows = 4;
+constexpr int kMaxVec = 2;
 constexpr int kDotAcc = 4;
 
 static inline float widen(bf16 x) {
@@ -58,6 +59,7 @@ static inline float v_sum(V x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 static inline void v_sum4(V a, V b, V c, V d, float *out) { v_store(out, V{v_sum(a), v_sum(b), v_sum(c), v_sum(d)}); }
 static inline V v_round(V x) { return V{rintf(x[0]), rintf(x[1]), rintf(x[2]), rintf(x[3])}; }
 static inline V v_scale2(V x, V n) {
+  n = v_max(n, v_set(-200.0f));
   return V{ldexpf(x[0], int(n[0])), ldexpf(x[1], int(n[1])), ldexpf(x[2], int(n[2])), ldexpf(x[3], int(n[3]))};
 }
 
