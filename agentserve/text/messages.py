@@ -6,6 +6,7 @@ call, reasoning after text) starts the next one.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,12 +88,16 @@ class ChatMessage:
 
 def call_arguments(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
     """Arguments as an object; text that is not one (a broken call that the client kept) goes under `input`."""
-    if isinstance(item, CustomToolCall):
-        return {CUSTOM_INPUT: item.input}
+    return {CUSTOM_INPUT: item.input} if isinstance(item, CustomToolCall) else _parsed(item.arguments)
+
+
+@functools.lru_cache(4096)
+def _parsed(arguments: str) -> dict[str, Any]:
+    """Remembered, because a context brings all its calls again in every turn. Callers must not write to it."""
     try:
-        value = json.loads(item.arguments) if item.arguments.strip() else {}
+        value = json.loads(arguments) if arguments.strip() else {}
     except ValueError:
-        value = item.arguments
+        value = arguments
     return value if isinstance(value, dict) else {CUSTOM_INPUT: value}
 
 

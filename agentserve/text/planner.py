@@ -5,6 +5,7 @@ No ids of text are made here; renderer.py does that.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -146,8 +147,15 @@ class Planner:
 
 
 def claim_of(item: Item) -> bytes:
-    """Digest of a call item's name and arguments; of nothing for other items."""
-    return call_claim(item.name, call_arguments(item)) if isinstance(item, FunctionCall | CustomToolCall) else b""
+    """Digest of a call item's name and arguments; empty for other items."""
+    if isinstance(item, FunctionCall):
+        return _claim(item.name, item.arguments)
+    return call_claim(item.name, call_arguments(item)) if isinstance(item, CustomToolCall) else b""
+
+
+@functools.lru_cache(4096)
+def _claim(name: str, arguments: str) -> bytes:
+    return call_claim(name, call_arguments(FunctionCall(call_id="", name=name, arguments=arguments)))
 
 
 def _moved(unit: Unit, items: Sequence[int]) -> Unit:

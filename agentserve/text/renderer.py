@@ -6,6 +6,7 @@ next plan will ask for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from agentserve.text.planner import Plan, Planner, claim_of
 from agentserve.text.tokenizer import Tokenizer
 from statecache.types import MarkerTable
 
+KEPT_CUTS = 4096
+"""Sampled turns that are remembered cut at their markers."""
 _EMPTY = np.empty(0, np.uint32)
 
 
@@ -56,6 +59,7 @@ class Renderer:
         self._markers = markers
         self._book = book
         self._marker_ids = np.array(sorted(tokenizer.marker_by_id), np.uint32)
+        self._cut = functools.lru_cache(KEPT_CUTS)(self._cut_ids)
 
     # ── render ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -63,10 +67,11 @@ class Renderer:
         """Ids, cuts and owners of a context. prompt: with the generation prompt. Raises TemplateError."""
         plan = self._planner.plan(request, prompt=prompt)
         units = plan.layout.units
-        keys = self._keys(plan, request)
-        found = self._book.find([*plan.turn_keys, *keys.values()])
+        found = self._book.find(plan.turn_keys)
         turns = {t.start: t for t, key in zip(plan.layout.turns, plan.turn_keys, strict=True) if key in found}
         covered = {i for t in turns.values() for i in range(t.start, t.end)}
+        keys = self._keys(units, covered, request)
+        found = {**found, **self._book.find(list(keys.values()))} if keys else found
         pieces = self._pieces(units, keys, found, covered, request.items)
         turn_key_of = dict(zip((t.start for t in plan.layout.turns), plan.turn_keys, strict=True))
 
@@ -79,10 +84,9 @@ class Renderer:
                 context = digest.digest()
             if i in turns:
                 alias = _choose(found[turn_key_of[i]], digest.digest())
-                exact = np.frombuffer(alias.ids, "<u4").astype(np.uint32)
-                spliced += len(exact)
+                spliced += len(alias.ids) // 4
                 turn = turns[i]
-                ids[turn.start : turn.end] = self._distribute(exact, units[turn.start : turn.end])
+                ids[turn.start : turn.end] = self._distribute(alias, units[turn.start : turn.end])
             elif i not in covered:
                 ids[i], exact_tokens = pieces[i]
                 spliced += exact_tokens
@@ -91,11 +95,11 @@ class Renderer:
             context = digest.digest()
         return self._rendered(plan, request, ids, context, spliced)
 
-    def _keys(self, plan: Plan, request: RenderRequest) -> dict[int, bytes]:
-        """Alias key of each stretch that the model may have written, by unit."""
+    def _keys(self, units: Sequence[Unit], covered: set[int], request: RenderRequest) -> dict[int, bytes]:
+        """Alias key of each uncovered stretch that the model may have written, by unit."""
         keys: dict[int, bytes] = {}
-        for i, unit in enumerate(plan.layout.units):
-            if not unit.assistant or not unit.contents:
+        for i, unit in enumerate(units):
+            if not unit.assistant or not unit.contents or i in covered:
                 continue
             if unit.contents[0].field in ("text", "reasoning"):
                 keys[i] = stretch_key(request.salt, unit.text)
@@ -148,14 +152,14 @@ class Renderer:
                 out[i] = (np.concatenate(parts), len(core))
         return out
 
-    def _distribute(self, exact: np.ndarray, units: Sequence[Unit]) -> list[np.ndarray]:
+    def _distribute(self, alias: Alias, units: Sequence[Unit]) -> list[np.ndarray]:
         """Sampled ids of a turn over its units: markers to markers, what lies between to the stretch between them.
 
         If the sampled markers are not those of the units (a broken call that came back as text), all go to the first unit.
         """
         out = [_EMPTY] * len(units)
         places = [i for i, u in enumerate(units) if u.marker is not None]
-        runs = list(self._runs(exact))
+        exact, runs = self._cut(alias.ids)
         sampled = [m for m, _ in runs if m is not None]
         if sampled != [units[i].marker.id for i in places if units[i].marker is not None]:  # type: ignore[union-attr]
             out[0] = exact
@@ -174,6 +178,10 @@ class Renderer:
                 return [exact, *[_EMPTY] * (len(units) - 1)]
             out[target] = run
         return out
+
+    def _cut_ids(self, ids: bytes) -> tuple[np.ndarray, list[tuple[int | None, np.ndarray]]]:
+        exact = np.frombuffer(ids, "<u4").astype(np.uint32)
+        return exact, list(self._runs(exact))
 
     def _runs(self, ids: np.ndarray) -> Iterator[tuple[int | None, np.ndarray]]:
         """Ids cut at markers: (marker id, [id]) and (None, ids between)."""

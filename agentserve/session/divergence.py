@@ -1,0 +1,194 @@
+"""Why a context left the ones before it: a token position → item and cause, in the words of an agent's edits.
+
+The worker says where (it matches tokens); here is known what the tokens were. Looks only at contexts that this process has
+rendered; after a restart it can name the item but not always the cause.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentserve.interfaces import DivergenceReport, Rendered, RenderRequest
+from agentserve.protocol.items import (
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    Item,
+    Message,
+    Reasoning,
+)
+
+KEPT_CONTEXTS = 64
+KEPT_BYTES = 64 << 20
+WINDOW_TOKENS = 8
+REMINDER = "<system-reminder>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    request: RenderRequest
+    rendered: Rendered
+    ids: np.ndarray
+
+
+class Contexts:
+    """The newest contexts, to compare the next ones with. Thread-safe; bounded in number and bytes."""
+
+    def __init__(self, contexts: int = KEPT_CONTEXTS, kept_bytes: int = KEPT_BYTES) -> None:
+        self._contexts = contexts
+        self._limit = kept_bytes
+        self._told: OrderedDict[int, _Told] = OrderedDict()
+        self._bytes = 0
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def remember(self, request: RenderRequest, rendered: Rendered, generated: Sequence[int] | np.ndarray) -> None:
+        """A turn has ended: its prompt and what was generated."""
+        ids = np.concatenate([rendered.ids, np.asarray(generated, np.uint32)])
+        with self._lock:
+            self._told[self._next] = _Told(request, rendered, ids)
+            self._next += 1
+            self._bytes += ids.nbytes
+            while len(self._told) > self._contexts or (self._bytes > self._limit and len(self._told) > 1):
+                self._bytes -= self._told.popitem(last=False)[1].ids.nbytes
+
+    def explain(
+        self,
+        request: RenderRequest,
+        rendered: Rendered,
+        position: int,
+        cause: str,
+        token_text: Callable[[int], bytes] | None = None,
+    ) -> DivergenceReport:
+        """position: tokens that agree with the best saved context. cause: what the worker found (statecache.Divergence).
+
+        With token_text the report has a few tokens of text from both sides: for the client who owns the context, never for
+        a log.
+        """
+        here = _item_at(rendered, position)
+        told = self._nearest(request.salt, rendered.ids, position)
+        if cause != "tokens" or told is None:
+            return DivergenceReport(position, here, cause)
+        place = _shared(told.ids, rendered.ids)
+        reason = _cause(told, request, rendered, place)
+        if token_text is None:
+            return DivergenceReport(position, here, reason)
+        before, after = (
+            b"".join(token_text(int(i)) for i in ids[place : place + WINDOW_TOKENS]).decode("utf-8", "replace")
+            for ids in (told.ids, rendered.ids)
+        )
+        return DivergenceReport(position, here, reason, before, after)
+
+    def _nearest(self, salt: bytes, ids: np.ndarray, position: int) -> _Told | None:
+        """The context that shares most with these ids; one that does not reach `position` is not what the worker compared."""
+        with self._lock:
+            told = [t for t in reversed(self._told.values()) if t.request.salt == salt]
+        best, best_shared = None, -1
+        for one in told:
+            shared = _shared(one.ids, ids)
+            if shared > best_shared:
+                best, best_shared = one, shared
+        return best if best_shared >= position else None
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    unequal = np.flatnonzero(a[:n] != b[:n])
+    return int(unequal[0]) if len(unequal) else n
+
+
+def _item_at(rendered: Rendered, position: int) -> int:
+    """Item of a token; −1 for instructions and tools, and for what comes behind the last item."""
+    finder = getattr(rendered, "item_of", None)
+    if finder is not None:
+        item = int(finder(position))
+        return item if item < len(rendered.item_starts) else -1
+    return int(np.searchsorted(np.asarray(rendered.item_starts), position, side="right")) - 1
+
+
+def _cause(told: _Told, request: RenderRequest, rendered: Rendered, place: int) -> str:
+    """appended, system_changed, tools_changed, tools_reordered, thinking_dropped, thinking_changed, tool_output_changed,
+    call_changed, reminder_moved, message_changed, history_replaced or retokenized."""
+    if place >= len(told.ids):
+        return "appended"
+    old = told.request
+    if _item_at(rendered, place) < 0 and place < _first(rendered):
+        return _head_cause(old, request)
+    if _in_thinking(told, place):
+        return "thinking_changed" if _opens_thinking(rendered, place) else "thinking_dropped"
+    index = _item_at(rendered, place)
+    if index < 0:
+        return "history_replaced"
+    now = request.items[index]
+    was = _counterpart(now, index, old.items)
+    if was is None:
+        if index < len(old.items):
+            return "history_replaced"
+        # Behind the old prompt: the answer's own items came back otherwise than they were sampled.
+        return "retokenized" if isinstance(now, Message | Reasoning | FunctionCall | CustomToolCall) else "history_replaced"
+    return _item_cause(was, now)
+
+
+def _first(rendered: Rendered) -> int:
+    return rendered.item_starts[0] if rendered.item_starts else len(rendered.ids)
+
+
+def _head_cause(old: RenderRequest, new: RenderRequest) -> str:
+    if old.instructions != new.instructions or old.tools == new.tools:
+        return "system_changed"
+    names = sorted(t.name for t in new.tools)
+    same = sorted(t.name for t in old.tools) == names and all(t in old.tools for t in new.tools)
+    return "tools_reordered" if same else "tools_changed"
+
+
+def _in_thinking(told: _Told, place: int) -> bool:
+    """The old context has a thinking block there, or just begins one."""
+    markers = told.rendered.markers
+    opens, closes = np.array(markers.think_open, np.uint32), np.array(markers.think_close, np.uint32)
+    if not len(opens):
+        return False
+    head = told.ids[: place + 1]
+    last_open = np.flatnonzero(np.isin(head, opens))
+    last_close = np.flatnonzero(np.isin(head[:place], closes))
+    return bool(len(last_open)) and (not len(last_close) or last_open[-1] > last_close[-1])
+
+
+def _opens_thinking(rendered: Rendered, place: int) -> bool:
+    """The new context has a thinking block there too, with something in it."""
+    markers = rendered.markers
+    head = rendered.ids[: place + 1]
+    opens = np.flatnonzero(np.isin(head, np.array(markers.think_open, np.uint32)))
+    if not len(opens):
+        return False
+    closes = np.flatnonzero(np.isin(head, np.array(markers.think_close, np.uint32)))
+    return not len(closes) or closes[-1] < opens[-1]
+
+
+def _counterpart(now: Item, index: int, old: Sequence[Item]) -> Item | None:
+    """The old item in the new one's place: by call id, else by index if of the same kind."""
+    call_id = getattr(now, "call_id", None)
+    if call_id is not None:
+        return next((o for o in old if type(o) is type(now) and getattr(o, "call_id", None) == call_id), None)
+    was = old[index] if index < len(old) else None
+    return was if was is not None and type(was) is type(now) and getattr(was, "role", "") == getattr(now, "role", "") else None
+
+
+def _item_cause(was: Item, now: Item) -> str:
+    if isinstance(now, FunctionCallOutput | CustomToolCallOutput):
+        return "tool_output_changed" if getattr(was, "text", "") != now.text else "retokenized"
+    if isinstance(now, FunctionCall | CustomToolCall):
+        return "retokenized" if was == now else "call_changed"
+    before, after = getattr(was, "text", ""), now.text
+    if before == after:
+        return "retokenized"
+    if isinstance(now, Message) and now.role in ("system", "developer"):
+        return "system_changed"
+    if isinstance(now, Message) and (REMINDER in before) != (REMINDER in after):
+        return "reminder_moved"
+    return "message_changed"
