@@ -25,6 +25,7 @@ from agentserve.interfaces import (
     CallClose,
     CallDelta,
     Delta,
+    DivergenceReport,
     ReasoningDelta,
     Rendered,
     RenderRequest,
@@ -39,6 +40,7 @@ from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
 from agentserve.protocol.server_events import CheckpointUsed, DivergencePart, Event
 from agentserve.request import Context, LocalResponses, TurnRequest, resolve
+from agentserve.session.divergence import Contexts
 from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,11 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Services:
-    """What turns share. threads: runs rendering, which takes long for long contexts. active: running turns by response id."""
+    """What turns share.
+
+    threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
+    active: running turns by response id.
+    """
 
     config: Config
     text: Text
@@ -74,6 +80,7 @@ class Services:
     worker: Worker
     threads: Executor
     metrics: Metrics = field(default_factory=Metrics)
+    contexts: Contexts = field(default_factory=Contexts)
     active: dict[str, Turn] = field(default_factory=dict)
 
 
@@ -271,6 +278,7 @@ class Turn:
         generated = np.asarray(self._generated, dtype="<u4")
         if self._generated:
             self.services.text.learn(self._render_request, rendered, body.output, generated)
+        self.services.contexts.remember(self._render_request, rendered, generated)
         log.info(
             "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
             request.id,
@@ -411,7 +419,12 @@ class Turn:
     def _matched(self, frame: Matched, rendered: Rendered) -> None:
         self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.predicted_ttft_s * 1000)))
         if self.request.options.events:
-            self.events.cache_report(**cache_report(frame, rendered, self.request))
+            report = None
+            if frame.divergence is not None:
+                report = self.services.contexts.explain(
+                    self._render_request, rendered, frame.divergence, frame.cause, self.services.text.token_text
+                )
+            self.events.cache_report(**cache_report(frame, rendered, self.request, report))
 
     def _ended(self, frame: TurnFinished | TurnFailed) -> None:
         metrics = self.services.metrics
@@ -441,12 +454,19 @@ class Turn:
         return {**entry(token_id, logprob), "top_logprobs": [entry(i, p) for i, p in top]}
 
 
-def cache_report(frame: Matched, rendered: Rendered, request: TurnRequest) -> dict[str, Any]:
+def cache_report(
+    frame: Matched, rendered: Rendered, request: TurnRequest, report: DivergenceReport | None = None
+) -> dict[str, Any]:
     """Fields of the cache report of one turn."""
     divergence = None
-    if frame.divergence is not None:
-        item = int(np.searchsorted(np.asarray(rendered.item_starts), frame.divergence, side="right")) - 1
-        divergence = DivergencePart(token_index=frame.divergence, item_index=item if item >= 0 else None, cause=frame.cause)
+    if report is not None:
+        divergence = DivergencePart(
+            token_index=report.token_index,
+            item_index=report.item if report.item >= 0 else None,
+            cause=report.cause,
+            before=report.before,
+            after=report.after,
+        )
     used = None
     if frame.position > 0:
         used = CheckpointUsed("" if frame.kind is None else frame.kind.value, frame.position)
