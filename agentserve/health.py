@@ -23,7 +23,7 @@ def readyz(services: Services, *, draining: bool) -> Response:
         return json_response(
             {
                 "status": "failed" if failure else "starting",
-                "reason": failure,
+                "reason": failure or getattr(services.worker, "reason", None),
                 "loading": None if loading is None else {"fraction": loading.fraction, "what": loading.what},
             },
             503,

@@ -72,7 +72,8 @@ class WorkerClient:
     """Turns of one worker.
 
     hello: of the worker that is ready now, else None. loading: last progress while a worker loads, else None.
-    load: last load report. failure: why the model cannot be served at all, None while there is hope.
+    load: last load report. failure: why the model cannot be served at all, None while there is hope. reason: why it is not
+    ready now, kept by the supervisor.
     heard_at: `time.monotonic()` of the last frame, or of the first request since then that the worker owes an answer to.
     start_wait_s: how long a turn waits for a worker that is starting, before it fails.
     """
@@ -82,6 +83,7 @@ class WorkerClient:
         self.loading: Loading | None = None
         self.load: Load | None = None
         self.failure: str | None = None
+        self.reason = "no worker was started yet"
         self.heard_at = time.monotonic()
         self.on_load: Callable[[Load], None] | None = None
         self.on_loading: Callable[[Loading], None] | None = None

@@ -108,11 +108,14 @@ class Supervisor:
         self._watch_s = watch_s
         self._kill_s = kill_s
         self._spawn = spawn
-        self._state = WorkerState.STOPPED
-        self._reason = "not started"
+        self._become(WorkerState.STOPPED, "no worker was started yet")
         self._stopping = False
         self._pipe: pipe.ServerPipe | None = None
         self._task: asyncio.Task[None] | None = None
+
+    def _become(self, state: WorkerState, reason: str) -> None:
+        self._state = state
+        self._reason = self.client.reason = reason
 
     @property
     def state(self) -> WorkerState:
@@ -152,18 +155,18 @@ class Supervisor:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         self._task = None
-        self._state, self._reason = WorkerState.STOPPED, "stopped"
+        self._become(WorkerState.STOPPED, "stopped")
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _supervise(self) -> None:
         failures = 0
         while not self._stopping:
-            self._state, self._reason = WorkerState.STARTING, "the worker is starting"
+            self._become(WorkerState.STARTING, "the worker is starting")
             started_at = time.monotonic()
             how = await self._run_once()
             if self.client.failure is not None:
-                self._state, self._reason = WorkerState.FAILED, self.client.failure
+                self._become(WorkerState.FAILED, self.client.failure)
                 log.error("worker gave up reason=%s", self.client.failure)
                 return
             if self._stopping:
@@ -171,7 +174,7 @@ class Supervisor:
             failures = 1 if time.monotonic() - started_at > self._healthy_s else failures + 1
             pause_ms = backoff_ms(failures, self._first_backoff_ms, self._most_backoff_ms, random.randrange(1001))
             self.restarts += 1
-            self._state, self._reason = WorkerState.RESTARTING, f"the worker {how}; it starts again in {pause_ms} ms"
+            self._become(WorkerState.RESTARTING, f"the worker {how}; it starts again in {pause_ms} ms")
             log.warning("worker ended how=%r failures=%d restart_in_ms=%d", how, failures, pause_ms)
             await asyncio.sleep(pause_ms / 1000)
 

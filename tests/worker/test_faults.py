@@ -98,6 +98,28 @@ def test_a_failing_engine_call_ends_at_most_its_turn_and_holds_nothing(name: str
     h.assert_nothing_is_held()
 
 
+@given(steps=st.integers(0, 30), chunk=st.integers(1, 40), waiting=st.booleans())
+def test_a_cancel_at_any_step_frees_everything_and_a_replay_is_right(steps: int, chunk: int, waiting: bool) -> None:
+    h = Harness(chunk=chunk, rows=1)
+    if waiting:
+        h.turn([9, *PROMPT], max_tokens=5)
+    cancelled = h.turn(PROMPT, cuts=[Cut(40, BoundaryKind.SYSTEM)], max_tokens=6)
+    for _ in range(steps):
+        if h.engine.has_work:
+            h.loop.step()
+    h.loop.cancel(cancelled)
+    h.run()
+    end = h.end(cancelled)
+    assert isinstance(end, TurnFinished)
+    assert h.answer(cancelled) == greedy(PROMPT, 6)[: len(h.answer(cancelled))]
+    replay = h.turn(PROMPT, max_tokens=6)
+    h.run()
+    assert h.answer(replay) == greedy(PROMPT, 6)
+    if end.ttft_s is None and steps > 0 and not waiting:
+        assert h.matched(replay).position >= min(chunk, len(PROMPT) - 1)
+    h.assert_nothing_is_held()
+
+
 def test_a_corrupt_checkpoint_is_recomputed() -> None:
     h = Harness()
     h.turn(PROMPT)
