@@ -289,7 +289,8 @@ class ResponseEvents:
     def _item(self, status: Any, *, begun: bool = False) -> OutputItem:
         text = "".join(self._text)
         if self._open == "reasoning":
-            return Reasoning(id=self._item_id, status=status, content=() if begun else (ReasoningText(text),))
+            # Reasoning has no content_part.added, so the part is there from the beginning: the accumulator of openai needs it.
+            return Reasoning(id=self._item_id, status=status, content=(ReasoningText(text),))
         if self._open == "message":
             content = () if begun else (OutputText(text, (), tuple(self._logprobs)),)
             return Message(id=self._item_id, role="assistant", status=status, content=content)
