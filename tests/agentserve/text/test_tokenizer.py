@@ -26,6 +26,7 @@ def test_no_text_makes_a_marker(marker: str):
     ids = tok.encode(f"a{marker}{marker}\n{marker}").tolist()
     assert not set(ids) & set(tok.marker_by_id)
     assert tok.decode(ids) == f"a{marker}{marker}\n{marker}"
+    assert tok._broken is None  # and the text is still encoded in one piece
 
 
 @settings(deadline=None)
