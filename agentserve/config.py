@@ -245,9 +245,7 @@ def _finish(config: Config) -> Config:
     if server.auth == "none" and not is_loopback(server.host):
         raise ConfigError(f"server.auth is 'none', so server.host must be loopback, not {server.host}")
     if not model.dir:
-        model = msgspec.structs.replace(
-            model, dir=str(Path(__file__).parent / "demo_model"), name=model.name or "demo"
-        )
+        model = msgspec.structs.replace(model, dir=str(Path(__file__).parent / "demo_model"), name=model.name or "demo")
     if not model.name:
         model = msgspec.structs.replace(model, name=Path(model.dir).expanduser().absolute().name)
     if not server.token_file:

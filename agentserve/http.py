@@ -20,7 +20,7 @@ from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send
 from agentserve.turn import Services, run_turn
 
-FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "deadline_exceeded": 408}
+FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "invalid_prompt": 400, "deadline_exceeded": 408}
 """HTTP status of a failed turn that was not streamed; 500 for the rest."""
 
 

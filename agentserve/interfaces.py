@@ -47,7 +47,7 @@ class RenderRequest:
     """A whole context. items: oldest first, without the instructions.
 
     retain "all" keeps earlier thinking even where the chat template drops it. thinking False asks the template for none.
-    salt separates aliases of principals.
+    salt separates aliases of principals. prompt False: end with the last item, nothing is to be generated.
     """
 
     instructions: str | None
@@ -56,6 +56,7 @@ class RenderRequest:
     retain: Literal["template", "all"] = "template"
     thinking: bool = True
     salt: bytes = b""
+    prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,62 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from agentserve.config import Config
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
-from agentserve.errors import IdempotencyConflict, TurnFailure
+from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
-from agentserve.interfaces import (
-    CallClose,
-    CallDelta,
-    Delta,
-    DivergenceReport,
-    ReasoningDelta,
-    Rendered,
-    RenderRequest,
-    Store,
-    StoredResponse,
-    StreamParser,
-    Text,
-    TextDelta,
-    Worker,
-)
+from agentserve.interfaces import DivergenceReport, Rendered, RenderRequest, Store, StoredResponse, Text, Worker
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
-from agentserve.protocol.server_events import CheckpointUsed, DivergencePart, Event
+from agentserve.protocol.server_events import CheckpointUsed, DivergencePart
+from agentserve.replay import known_answer, replay
 from agentserve.request import Context, LocalResponses, TurnRequest, resolve
 from agentserve.session.divergence import Contexts
+from agentserve.token_stream import Sink, TokenStream
 from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
 
 log = logging.getLogger(__name__)
-
-MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
-MAX_HELD = 16_384
-"""Characters that wait to be joined to one delta while the reader is slow; then they take their place in its queue."""
-
-
-class Sink(Protocol):
-    """Where a turn's events go. `put` never blocks; `room` waits while the reader is too far behind."""
-
-    @property
-    def pressed(self) -> bool:
-        """The reader falls behind: adjacent deltas are worth joining."""
-        ...
-
-    @property
-    def full(self) -> bool: ...
-
-    def put(self, event: Event) -> None: ...
-
-    async def room(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -87,14 +54,14 @@ class Services:
 async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: LocalResponses | None = None) -> ResponseBody:
     """Run one turn and return the final response object; its terminal event has been put into `sink`.
 
+    local: responses of the connection that are not stored.
     Raises ApiError before the response is created, nothing afterwards but CancelledError: a failure ends as `response.failed`.
     Cancelling the task stops generation within one step.
     """
     kept = LocalResponses() if local is None else local
-    if request.idempotency_key is not None:
-        known = await known_answer(request, services)
-        if known is not None:
-            return replay(known, request, sink)
+    known = await known_answer(request, (t.request for t in services.active.values()), services.store)
+    if known is not None:
+        return replay(known, request, sink)
     context = await resolve(request, services.store, kept)
     turn = Turn(request, context, services, sink)
     turn.announce()
@@ -116,38 +83,6 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
     return turn.events.body
 
 
-async def known_answer(request: TurnRequest, services: Services) -> StoredResponse | None:
-    """The response that this idempotency key stands for. Raises IdempotencyConflict if the key was used for another request."""
-    key = request.idempotency_key
-    assert key is not None
-    for turn in services.active.values():
-        other = turn.request
-        if other.idempotency_key == key and other.principal.id == request.principal.id:
-            raise IdempotencyConflict(
-                "a request with this idempotency key is running; retry when it has ended", "idempotency_key"
-            )
-    known = await services.store.by_idempotency_key(request.principal.id, key)
-    if known is not None and known.request_digest != request.digest:
-        raise IdempotencyConflict("this idempotency key was used for another request", "idempotency_key")
-    return known
-
-
-def replay(known: StoredResponse, request: TurnRequest, sink: Sink) -> ResponseBody:
-    """Send a stored response again, under its own id, as whole items."""
-    body = msgspec.json.decode(known.body, type=ResponseBody)
-    begun = msgspec.structs.replace(
-        body, status="in_progress", output=(), usage=None, completed_at=None, incomplete_details=None
-    )
-    events = ResponseEvents(begun, sink.put, request.stream_id)
-    events.created()
-    events.in_progress()
-    for item in body.output:
-        events.whole_item(item)
-    events.body = body
-    events.end()
-    return body
-
-
 class Turn:
     """State of one running turn."""
 
@@ -160,15 +95,10 @@ class Turn:
         self.cancelled = False
         self._queued = False
         self._started = False
-        self._enough = False
         self._broken: Exception | None = None
-        self._generated: list[int] = []
-        self._reasoning_tokens = 0
-        self._held: Delta | None = None
-        self._held_logprobs: list[Any] = []
-        self._markers: frozenset[int] = frozenset()
-        deadline_ms = request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000)
-        self._deadline = DeadlineTracker(deadline_ms)
+        self._render_request: RenderRequest | None = None
+        self._stream: TokenStream | None = None
+        self._deadline = DeadlineTracker(request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000))
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,7 +120,8 @@ class Turn:
                 else:
                     self.events.in_progress()
             self._report_deadline(self._deadline.tick(self._elapsed_ms()))
-            self._flush()
+            if self._stream is not None:
+                self._stream.flush()
             timer = loop.call_later(every_s, sign_of_life)
 
         timer = loop.call_later(every_s, sign_of_life)
@@ -220,34 +151,40 @@ class Turn:
             retain=request.options.retain,
             thinking=request.thinking,
             salt=request.principal.salt,
+            prompt=request.generate,
         )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)
 
     async def generate(self, rendered: Rendered) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
-        parser = self.services.text.parser(self._render_request, rendered)
-        self._markers = frozenset(i for ids in msgspec.structs.astuple(rendered.markers) for i in ids)
-        start = self._start(rendered)
-        self._started = True
+        assert self._render_request is not None
+        text = self.services.text
+        stream = self._stream = TokenStream(
+            self.events,
+            self.sink,
+            text.parser(self._render_request, rendered),
+            rendered.markers,
+            text.token_text,
+            one_call=self.request.create.parallel_tool_calls is False,
+        )
         if self.cancelled:
             return _nothing(self.request.id, len(rendered.ids))
-        async with aclosing(self.services.worker.run(start, self._take(parser))) as frames:
+        self._started = True
+        async with aclosing(self.services.worker.run(self._start(rendered), self._take(stream))) as frames:
             async for frame in frames:
                 if type(frame) is Tokens:
                     if self._broken is not None:
                         raise self._broken
-                    if not self._enough:
-                        self._tokens(frame, parser)
-                        if self.sink.full:
-                            await self.sink.room()
+                    self._tokens(frame, stream)
+                    if self.sink.full:
+                        await self.sink.room()
                 elif type(frame) is Progress:
                     self._progress(frame)
                 elif type(frame) is Matched:
                     self._matched(frame, rendered)
                 elif type(frame) is TurnFinished:
-                    self._write(parser.finish())
-                    self._flush()
+                    stream.finish()
                     self._ended(frame)
                     return frame
                 elif type(frame) is TurnFailed:
@@ -258,50 +195,66 @@ class Turn:
         raise TurnFailure("server_error", "the worker ended the turn without a result; retry")
 
     def finish(self, rendered: Rendered, outcome: TurnFinished) -> StoredResponse:
-        """Close the output and build the row to store."""
-        request, context = self.request, self.context
+        """Close the output, remember the exact ids, and build the row to store."""
+        stream, render_request = self._stream, self._render_request
+        assert stream is not None
+        assert render_request is not None
         reason = {"length": "max_output_tokens", "cancelled": "cancelled"}.get(outcome.reason)
-        if self._enough and not self.cancelled:
+        if stream.enough and not self.cancelled:
             reason = None
         body = self.events.finished(
             usage=usage(
                 prompt=outcome.prompt_tokens,
                 cached=outcome.reused_tokens,
                 written=outcome.written_tokens,
-                output=len(self._generated),
-                reasoning=self._reasoning_tokens,
+                output=len(stream.generated),
+                reasoning=stream.reasoning_tokens,
             ),
             incomplete=reason,
             now=int(time.time()),
             cancelled=reason == "cancelled",
         )
-        generated = np.asarray(self._generated, dtype="<u4")
-        if self._generated:
-            self.services.text.learn(self._render_request, rendered, body.output, generated)
-        self.services.contexts.remember(self._render_request, rendered, generated)
+        generated = np.asarray(stream.generated, dtype="<u4")
+        if len(generated):
+            self.services.text.learn(render_request, rendered, body.output, generated)
+        self.services.contexts.remember(render_request, rendered, generated)
         log.info(
             "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
-            request.id,
-            context.session,
+            body.id,
+            self.context.session,
             body.status,
             outcome.prompt_tokens,
             outcome.reused_tokens,
             outcome.written_tokens,
-            len(self._generated),
+            len(generated),
             "-" if outcome.ttft_s is None else round(outcome.ttft_s * 1000, 1),
         )
-        tools = request.tools_echo if request.tools is not None or context.parent is None else context.parent.tools
+        return self._row(body, rendered, generated)
+
+    def end(self) -> None:
+        self.events.end()
+
+    def fail(self, failure: TurnFailure) -> None:
+        if self._stream is not None:
+            self._stream.drop()
+        self.services.metrics.error(failure.code)
+        log.info("turn failed response=%s session=%s code=%s", self.request.id, self.context.session, failure.code)
+        self.events.failed(failure)
+
+    def _row(self, body: ResponseBody, rendered: Rendered, generated: np.ndarray) -> StoredResponse:
+        request, parent = self.request, self.context.parent
+        inherited = request.tools is None and parent is not None
         return StoredResponse(
             id=request.id,
             principal=request.principal.id,
-            session=context.session,
+            session=self.context.session,
             parent=request.create.previous_response_id,
             model=request.model,
             status=body.status,
             created_at=float(request.created_at),
             completed_at=time.time(),
             instructions=request.create.instructions,
-            tools=tools if isinstance(tools, bytes) else encode_body(tools),
+            tools=parent.tools if inherited and parent is not None else encode_body(request.tools_echo),
             input=request.items,
             output=body.output,
             body=encode_body(body),
@@ -310,15 +263,6 @@ class Turn:
             idempotency_key=request.idempotency_key,
             request_digest=request.digest if request.idempotency_key is not None else None,
         )
-
-    def end(self) -> None:
-        self.events.end()
-
-    def fail(self, failure: TurnFailure) -> None:
-        self._held = None
-        self.services.metrics.error(failure.code)
-        log.info("turn failed response=%s session=%s code=%s", self.request.id, self.context.session, failure.code)
-        self.events.failed(failure)
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -342,15 +286,14 @@ class Turn:
             generate=request.generate,
         )
 
-    def _take(self, parser: StreamParser) -> Callable[[Tokens], bool]:
+    def _take(self, stream: TokenStream) -> Callable[[Tokens], bool]:
         """Tokens on their short way. What cannot be handled there (a full sink, an error) takes the long one."""
 
         def take(frame: Tokens) -> bool:
             if self._broken is not None or self.sink.full:
                 return False
             try:
-                if not self._enough:
-                    self._tokens(frame, parser)
+                self._tokens(frame, stream)
             except Exception as exc:
                 self._broken = exc
                 return False
@@ -358,51 +301,13 @@ class Turn:
 
         return take
 
-    def _tokens(self, frame: Tokens, parser: StreamParser) -> None:
-        if not self._generated:
+    def _tokens(self, frame: Tokens, stream: TokenStream) -> None:
+        if not stream.generated:
             self._report_deadline(self._deadline.first_token(self._elapsed_ms()))
-        if frame.logprobs:
-            for token_id, mark in zip(frame.ids, frame.logprobs, strict=True):
-                self._generated.append(token_id)
-                if token_id not in self._markers:
-                    self._held_logprobs.append(self._logprob(token_id, mark.logprob, mark.top))
-                self._write(parser.push((token_id,)))
-        else:
-            self._generated.extend(frame.ids)
-            self._write(parser.push(frame.ids))
-        if self.events.open_kind == "reasoning":
-            self._reasoning_tokens += len(frame.ids)
-
-    def _write(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            if self._enough:
-                return
-            held = self._held
-            if held is not None:
-                if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
-                    self._held = type(held)(held.text + delta.text)
-                    if len(held.text) >= MAX_HELD or not self.sink.pressed:
-                        self._flush()
-                    continue
-                self._flush()
-            if isinstance(delta, MERGEABLE) and self.sink.pressed:
-                self._held = delta
-                continue
-            self._emit(delta)
-            if type(delta) is CallClose and self.request.create.parallel_tool_calls is False:
-                self._enough = True
+        if not stream.enough:
+            stream.push(frame)
+            if stream.enough:
                 self.services.worker.cancel(self.request.id)
-
-    def _flush(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            self._emit(held)
-
-    def _emit(self, delta: Delta) -> None:
-        marks = self._held_logprobs
-        if marks:
-            self._held_logprobs = []
-        self.events.write(delta, marks if type(delta) is TextDelta else ())
 
     def _progress(self, frame: Progress) -> None:
         self._queued = frame.queued > 0
@@ -417,6 +322,7 @@ class Turn:
             )
 
     def _matched(self, frame: Matched, rendered: Rendered) -> None:
+        assert self._render_request is not None
         self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.predicted_ttft_s * 1000)))
         if self.request.options.events:
             report = None
@@ -445,13 +351,6 @@ class Turn:
 
     def _elapsed_ms(self) -> int:
         return int((time.monotonic() - self.request.accepted_at) * 1000)
-
-    def _logprob(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
-        def entry(one: int, value: float) -> dict[str, Any]:
-            raw = self.services.text.token_text(one)
-            return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": value}
-
-        return {**entry(token_id, logprob), "top_logprobs": [entry(i, p) for i, p in top]}
 
 
 def cache_report(

@@ -46,7 +46,7 @@ class ModelText:
     def render(self, request: RenderRequest) -> ExactRendered:
         """Ids of a context. Raises TurnFailure `invalid_prompt` with the template's reason if it refuses."""
         try:
-            return self.renderer.render(request)
+            return self.renderer.render(request, prompt=request.prompt)
         except TemplateError as error:
             raise TurnFailure("invalid_prompt", str(error), "input") from error
 

@@ -1,0 +1,130 @@
+"""Generated ids of one turn → events: dialect, log-probabilities, and joining deltas while the reader is slow.
+
+Deltas are joined before they become events, so that sequence numbers have no gaps. Knows no worker and no storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from agentserve.events import ResponseEvents
+from agentserve.interfaces import CallClose, CallDelta, Delta, ReasoningDelta, StreamParser, TextDelta
+from agentserve.protocol.server_events import Event
+from agentserve.worker.messages import Tokens
+from statecache.types import MarkerTable
+
+MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
+MAX_HELD = 16_384
+"""Characters that wait to be joined to one delta while the reader is slow; then they take their place in its queue."""
+
+
+class Sink(Protocol):
+    """Where a turn's events go. `put` never blocks; `room` waits while the reader is too far behind."""
+
+    @property
+    def pressed(self) -> bool:
+        """The reader falls behind: adjacent deltas are worth joining."""
+        ...
+
+    @property
+    def full(self) -> bool: ...
+
+    def put(self, event: Event) -> None: ...
+
+    async def room(self) -> None: ...
+
+
+class TokenStream:
+    """One turn's output.
+
+    one_call: the output ends with its first tool call; `enough` is True from then on and further ids are dropped.
+    token_text: bytes of a token, for log-probabilities.
+    generated: every id that was taken. reasoning_tokens: how many of them were thinking.
+    """
+
+    def __init__(
+        self,
+        events: ResponseEvents,
+        sink: Sink,
+        parser: StreamParser,
+        markers: MarkerTable,
+        token_text: Callable[[int], bytes],
+        *,
+        one_call: bool = False,
+    ) -> None:
+        self.generated: list[int] = []
+        self.reasoning_tokens = 0
+        self.enough = False
+        self._events = events
+        self._sink = sink
+        self._parser = parser
+        self._markers = frozenset(i for ids in msgspec.structs.astuple(markers) for i in ids)
+        self._token_text = token_text
+        self._one_call = one_call
+        self._held: Delta | None = None
+        self._logprobs: list[Any] = []
+
+    def push(self, frame: Tokens) -> None:
+        if self.enough:
+            return
+        if frame.logprobs:
+            for token_id, mark in zip(frame.ids, frame.logprobs, strict=True):
+                self.generated.append(token_id)
+                if token_id not in self._markers:
+                    self._logprobs.append(self._logprob(token_id, mark.logprob, mark.top))
+                self._write(self._parser.push((token_id,)))
+        else:
+            self.generated.extend(frame.ids)
+            self._write(self._parser.push(frame.ids))
+        if self._events.open_kind == "reasoning":
+            self.reasoning_tokens += len(frame.ids)
+
+    def finish(self) -> None:
+        """The worker has sent its last id."""
+        self._write(self._parser.finish())
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits to be joined."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._emit(held)
+
+    def drop(self) -> None:
+        """Forget what waits; the turn failed."""
+        self._held = None
+
+    def _write(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if self.enough:
+                return
+            held = self._held
+            if held is not None:
+                if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
+                    self._held = type(held)(held.text + delta.text)
+                    if len(held.text) >= MAX_HELD or not self._sink.pressed:
+                        self.flush()
+                    continue
+                self.flush()
+            if isinstance(delta, MERGEABLE) and self._sink.pressed:
+                self._held = delta
+                continue
+            self._emit(delta)
+            if self._one_call and type(delta) is CallClose:
+                self.enough = True
+
+    def _emit(self, delta: Delta) -> None:
+        marks = self._logprobs
+        if marks:
+            self._logprobs = []
+        self._events.write(delta, marks if type(delta) is TextDelta else ())
+
+    def _logprob(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        def entry(one: int, value: float) -> dict[str, Any]:
+            raw = self._token_text(one)
+            return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": value}
+
+        return {**entry(token_id, logprob), "top_logprobs": [entry(i, p) for i, p in top]}
