@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,6 +152,8 @@ class Talk:
             failure = failure_of(event)
             if failure is not None:
                 self._console.print(f"\n{failure}", style="red", markup=False)
+                if event["type"] == "response.incomplete":
+                    self._previous = event["response"]["id"]  # what was said so far stays said
                 return None
             if event["type"] in TERMINAL:
                 self._previous = event["response"]["id"]
@@ -159,18 +162,28 @@ class Talk:
         return None
 
     def _interruptible(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The events; Ctrl-C cancels the response, whose end is still read."""
-        while True:
-            try:
-                event = next(events, None)
-            except KeyboardInterrupt:
-                self._socket.cancel()
-                # The generator is spent by the interruption, the socket is not.
-                events = self._socket.rest()
-                continue
-            if event is None:
-                return
-            yield event
+        """The events; Ctrl-C cancels the response, whose end is still read. A second one is an ordinary interrupt.
+
+        Seen at the next event, of which there is one every two seconds at least.
+        """
+        pressed = False
+
+        def press(_number: int, _frame: object) -> None:
+            nonlocal pressed
+            if pressed:
+                raise KeyboardInterrupt
+            pressed = True
+
+        before = signal.signal(signal.SIGINT, press)
+        told = False
+        try:
+            for event in events:
+                if pressed and not told:
+                    self._socket.cancel()
+                    told = True
+                yield event
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _execute(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._toolbox is not None

@@ -40,13 +40,14 @@ class _Kept:
     """What is to be saved, and was, of one turn.
 
     cuts: boundary by position, of all that are asked for. saved: kind by position, of those that the cache has.
-    unproven: ids of checkpoints placed since logits were last seen to be finite.
+    unproven: ids of checkpoints placed since logits were last seen to be finite. deepest: position of the deepest new one.
     """
 
     scanner: GeneratedBoundaries | None
     cuts: dict[int, Boundary] = field(default_factory=dict)
     saved: dict[int, BoundaryKind] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
+    deepest: int = 0
 
 
 class StateBridge:
@@ -147,7 +148,10 @@ class StateBridge:
             kept.saved[position] = kind
             if not result.existed:
                 kept.unproven.append(result.checkpoint_id)
-                turn.written += position - first
+                # Rows below were there, or came with an earlier checkpoint of this turn; blocks in part are stored again.
+                new_from = max(first, turn.reused, kept.deepest)
+                turn.written += max(0, position - new_from)
+                kept.deepest = max(kept.deepest, position)
             return Saved(turn_id=turn.id, position=position, kind=kind, tier="ram", written_bytes=result.written_bytes)
         return None
 

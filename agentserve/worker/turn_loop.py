@@ -77,7 +77,7 @@ class TurnLoop:
             self._fail(turn, "server_error", f"the engine did not take the turn: {error}")
 
     def cancel(self, turn_id: str) -> None:
-        """End a turn; what was prefilled of its prompt is kept. Unknown ids are ignored: the turn may just have ended."""
+        """End a turn; the state where it stopped is kept. Unknown ids are ignored: the turn may just have ended."""
         turn = self._turns.get(turn_id)
         if turn is not None and not turn.cancelled:
             self._cancel(turn)
@@ -275,8 +275,8 @@ class TurnLoop:
     def _cancel(self, turn: TurnRecord) -> None:
         turn.cancelled = True
         try:
-            # Kept only while it prefills: an answer that was cut off belongs to no context that comes back.
-            self._engine.cancel(turn.id, hold=turn.first_token_at is None)
+            # What is there is kept: a person who interrupts an answer goes on from it, and a deadline is tried again.
+            self._engine.cancel(turn.id, hold=True)
         except EngineError as error:
             self._fail(turn, "server_error", f"the turn could not be cancelled: {error}")
 

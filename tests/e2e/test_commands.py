@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,27 @@ def test_chat_keeps_a_session_until_told_to_start_over(server: PrivateServer) ->
     reused = [int(n) for n in re.findall(r"reused (\d+) of", shown.stdout)]
     assert len(reused) == 3
     assert reused[1] > 0
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_chat(
+    start_server: Callable[..., PrivateServer], rambling_model: Path
+) -> None:
+    server = start_server("--model", str(rambling_model))
+    common = ("--url", server.target.url, "--token", str(server.target.token))
+    command = [sys.executable, "-m", "agentserve.cli.main", "chat", *common]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        while "›" not in process.stdout.readline():
+            pass
+        process.stdout.read(20)  # it has begun
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate("/quit\n", timeout=60)
+        assert process.returncode == 0
+    assert "incomplete: cancelled" in shown
 
 
 def test_chat_says_what_to_do_when_nobody_answers() -> None:

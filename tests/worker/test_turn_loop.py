@@ -35,6 +35,10 @@ def test_the_next_turn_reuses_all_but_the_last_sampled_token() -> None:
     end = h.end(second)
     assert isinstance(end, TurnFinished)
     assert end.reused_tokens == len(PROMPT) + 7
+    assert end.written_tokens == 1 + 3 + 7  # the last answer's end, what was added, the new answer but its last token
+    cold = h.end(first)
+    assert isinstance(cold, TurnFinished)
+    assert cold.written_tokens == len(PROMPT) + 7
     h.assert_nothing_is_held()
 
 
@@ -112,6 +116,20 @@ def test_a_cancelled_prefill_is_kept_up_to_where_it_stopped() -> None:
     h.run()
     assert h.matched(retry).position == 48
     assert h.answer(retry) == greedy(PROMPT, 8)
+    h.assert_nothing_is_held()
+
+
+def test_an_interrupted_answer_can_be_continued() -> None:
+    h = Harness()
+    turn = h.turn(PROMPT, max_tokens=1000)
+    while len(h.answer(turn)) < 5:
+        h.loop.step()
+    h.loop.cancel(turn)
+    h.run()
+    assert h.saved(turn)[-1] == (len(PROMPT) + 4, "partial")
+    goes_on = h.turn([*PROMPT, *h.answer(turn), 20, 21])
+    h.run()
+    assert h.matched(goes_on).position == len(PROMPT) + 4
     h.assert_nothing_is_held()
 
 
