@@ -73,8 +73,14 @@ class Aliases:
                 while len(self._uncommitted) > UNCOMMITTED_TURNS:
                     self._uncommitted.popitem(last=False)
 
-    def save(self, connection: Connection, source: bytes) -> int:
-        """Write a turn's aliases inside the transaction that commits it; returns how many."""
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Forget these at once; their response was deleted."""
+        with self._lock:
+            for key in keys:
+                self._bytes -= _size(self._kept.pop(key, None))
+
+    def save(self, connection: Connection, response: str, source: bytes) -> int:
+        """Write a turn's aliases inside the transaction that commits it as `response`; returns how many."""
         with self._lock:
             entries = self._uncommitted.pop(_source_key(source), ())
         if not entries:
@@ -88,11 +94,12 @@ class Aliases:
                 "trail": alias.trail,
                 "claim": alias.claim,
                 "created_at": time.time(),
+                "response": response,
             }
             for key, alias in entries
         ]
         insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-        newer = {name: insert.excluded[name] for name in ("ids", "lead", "trail", "claim", "created_at")}
+        newer = {name: insert.excluded[name] for name in ("ids", "lead", "trail", "claim", "created_at", "response")}
         connection.execute(insert.on_conflict_do_update(index_elements=["key", "context"], set_=newer), rows)
         return len(rows)
 
@@ -125,6 +132,11 @@ class Aliases:
             log.warning("aliases not read keys=%d error=%s", len(keys), type(error).__name__)
             return None
         return found
+
+
+def keys_of(connection: Connection, responses: Sequence[str]) -> list[bytes]:
+    """Keys of the aliases that go with these responses."""
+    return list(connection.execute(select(table.c.key).where(table.c.response.in_(responses))).scalars())
 
 
 def forget_before(connection: Connection, before: float) -> int:

@@ -77,6 +77,8 @@ class Contexts:
             return DivergenceReport(position, here, cause)
         place = _shared(told.ids, rendered.ids)
         reason = _cause(told, request, rendered, place)
+        if reason == "thinking_dropped":
+            here = _dropped(request.items, rendered, here)
         if token_text is None:
             return DivergenceReport(position, here, reason)
         before, after = (
@@ -112,9 +114,16 @@ def _item_at(rendered: Rendered, position: int) -> int:
     return int(np.searchsorted(np.asarray(rendered.item_starts), position, side="right")) - 1
 
 
+def _dropped(items: Sequence[Item], rendered: Rendered, here: int) -> int:
+    """The reasoning item that stood where item `here` stands now: it has no tokens, so it begins where the next one does."""
+    starts = rendered.item_starts
+    same = [i for i in range(max(here, 0)) if starts[i] == starts[here] and isinstance(items[i], Reasoning)]
+    return same[0] if same else here
+
+
 def _cause(told: _Told, request: RenderRequest, rendered: Rendered, place: int) -> str:
-    """appended, system_changed, tools_changed, tools_reordered, thinking_dropped, thinking_changed, tool_output_changed,
-    call_changed, reminder_moved, message_changed, history_replaced or retokenized."""
+    """appended, system_changed, tools_changed, tools_reordered, thinking_dropped, thinking_changed, thinking_added,
+    tool_output_changed, call_changed, reminder_moved, message_changed, history_replaced or retokenized."""
     if place >= len(told.ids):
         return "appended"
     old = told.request
@@ -122,6 +131,8 @@ def _cause(told: _Told, request: RenderRequest, rendered: Rendered, place: int) 
         return _head_cause(old, request)
     if _in_thinking(told, place):
         return "thinking_changed" if _opens_thinking(rendered, place) else "thinking_dropped"
+    if place < len(rendered.ids) and int(rendered.ids[place]) in rendered.markers.think_open:
+        return "thinking_added"
     index = _item_at(rendered, place)
     if index < 0:
         return "history_replaced"

@@ -44,6 +44,12 @@ def insert(connection: Connection, table: Any) -> Any:
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def of_session(connection: Connection, principal: str, session_id: str) -> tuple[str, ...]:
+    """Ids of a session's responses."""
+    mine = and_(responses.c.session == session_id, responses.c.principal == principal)
+    return tuple(connection.execute(select(responses.c.id).where(mine)).scalars())
+
+
 def add_response(connection: Connection, new: StoredResponse, base: str | None, kept_tokens: int) -> None:
     """Insert a response with its items and count it in its session. base, kept_tokens: whose ids its prompt begins with.
 

@@ -21,7 +21,7 @@ from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.session import rows
-from agentserve.session.aliases import Aliases, forget_before
+from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.database import connect, upgrade
 from agentserve.session.kept import Kept
 
@@ -85,7 +85,7 @@ class SqlStore:
             base, depth = (new.parent, parent[1] + 1) if shared else (None, 0)
         with self._writer.begin() as connection:
             rows.add_response(connection, new, base, shared)
-            self.aliases.save(connection, new.generated_ids)
+            self.aliases.save(connection, new.id, new.generated_ids)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))
         self._remember(msgspec.structs.replace(new, prompt_ids=b""))
@@ -125,14 +125,15 @@ class SqlStore:
         return (*older, *reversed(newer))
 
     async def delete(self, principal: str, response_id: str) -> bool:
-        def remove(connection: Connection) -> bool:
-            return rows.remove_response(connection, principal, response_id)
+        def remove(connection: Connection) -> tuple[bool, list[bytes]]:
+            said = keys_of(connection, [response_id])
+            return rows.remove_response(connection, principal, response_id), said
 
-        self._forget(response_id)
-        try:
-            return await self._write(remove)
-        finally:
+        gone, said = await self._write(remove)
+        if gone:
             self._forget(response_id)
+            self.aliases.drop(said)
+        return gone
 
     async def by_idempotency_key(self, principal: str, key: str) -> StoredResponse | None:
         def read(connection: Connection) -> StoredResponse | None:
@@ -155,10 +156,17 @@ class SqlStore:
         return found[0] if found else None
 
     async def delete_session(self, principal: str, session_id: str) -> bool:
-        gone = await self._write(lambda c: rows.remove_session(c, principal, session_id))
-        for response_id in gone or ():
+        def remove(connection: Connection) -> tuple[tuple[str, ...] | None, list[bytes]]:
+            said = keys_of(connection, rows.of_session(connection, principal, session_id))
+            return rows.remove_session(connection, principal, session_id), said
+
+        gone, said = await self._write(remove)
+        if gone is None:
+            return False
+        for response_id in gone:
             self._forget(response_id)
-        return gone is not None
+        self.aliases.drop(said)
+        return True
 
     # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -92,4 +92,6 @@ aliases = Table(
     Column("trail", Text, nullable=False),
     Column("claim", LargeBinary, nullable=False),
     Column("created_at", Float(53), nullable=False, index=True),
+    # What was said goes with the response that said it.
+    Column("response", ForeignKey("responses.id", ondelete="CASCADE"), nullable=False, index=True),
 )

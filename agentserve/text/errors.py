@@ -1,9 +1,8 @@
 """Errors of the text package.
 
 TextError
-├── TemplateError        the chat template cannot be used, or refuses this context
-├── TokenizerError       the tokenizer file cannot be used
-└── UnsupportedContent   a content type that this server does not take (images …)
+├── TemplateError    the chat template cannot be used, or refuses this context
+└── TokenizerError   the tokenizer file cannot be used
 """
 
 from __future__ import annotations
@@ -19,11 +18,3 @@ class TemplateError(TextError):
 
 class TokenizerError(TextError):
     """tokenizer.json is missing, unreadable, or has a shape that cannot keep markers in contents as plain text."""
-
-
-class UnsupportedContent(TextError):
-    """A content part that is not text. The client must leave it out."""
-
-    def __init__(self, param: str, got: str) -> None:
-        super().__init__(f"{param}: content of type {got!r} is not supported, only text is")
-        self.param = param

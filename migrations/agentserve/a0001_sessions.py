@@ -77,8 +77,11 @@ def upgrade() -> None:
         sa.Column("trail", sa.Text(), nullable=False),
         sa.Column("claim", sa.LargeBinary(), nullable=False),
         sa.Column("created_at", sa.Float(53), nullable=False),
+        sa.Column("response", sa.String(128), nullable=False),
         sa.PrimaryKeyConstraint("key", "context", name="pk_aliases"),
+        sa.ForeignKeyConstraint(["response"], ["responses.id"], name="fk_aliases_response", ondelete="CASCADE"),
     )
+    op.create_index("ix_aliases_response", "aliases", ["response"])
     op.create_index("ix_aliases_created_at", "aliases", ["created_at"])
 
 

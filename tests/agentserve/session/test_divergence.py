@@ -61,7 +61,7 @@ def test_dropped_thinking(family: str):
     agent.add(user("And tomorrow?"))
     report = agent.why()
     assert report.cause == "thinking_dropped"
-    assert report.item == next(i for i, x in enumerate(agent.items) if not isinstance(x, Reasoning) and i > 0)
+    assert report.item == next(i for i, x in enumerate(agent.items) if isinstance(x, Reasoning))
     assert report.before is not None
     assert report.before.startswith("<think>")
 
@@ -163,6 +163,17 @@ def test_memory_is_bounded():
         contexts.remember(agent.request, agent.rendered, np.zeros(200, np.uint32))
     assert len(contexts._told) == 1
     assert contexts._bytes == next(iter(contexts._told.values())).ids.nbytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen35", "demo"])
+def test_thinking_that_comes_back(family: str):
+    """`retain` was switched on in mid-session."""
+    agent = session(family)
+    agent.add(user("And tomorrow?"))
+    agent.contexts = Contexts()  # the contexts that had the thinking are gone
+    agent.turn(reasoning="r", text="Rain.")
+    agent.request = replace(agent.request, retain="all")
+    assert agent.why().cause == "thinking_added"
 
 
 def test_changed_thinking_is_not_called_dropped():

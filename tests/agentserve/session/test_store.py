@@ -248,6 +248,22 @@ async def test_aliases_are_committed_with_their_turn(database_url: str):
         assert dict(found) == {b"a" * 16: (Alias(ids=ids(1), context=b"c" * 16, lead="\n", claim=b"x"),)}
 
 
+async def test_what_was_said_is_deleted_with_its_response(database_url: str):
+    one, two = response(), response(session="ses_2")
+    async with opened(database_url) as store:
+        for turn, key in ((one, b"a" * 16), (two, b"b" * 16)):
+            store.aliases.add([(key, Alias(ids=ids(1)))], turn.generated_ids)
+            await store.commit(turn)
+        await store.delete("mallory", one.id)
+        assert len(store.aliases.find([b"a" * 16, b"b" * 16])) == 2
+        await store.delete("alice", one.id)
+        assert list(store.aliases.find([b"a" * 16, b"b" * 16])) == [b"b" * 16]
+        await store.delete_session("alice", "ses_2")
+        assert store.aliases.find([b"a" * 16, b"b" * 16]) == {}
+        with store._engine.connect() as connection:
+            assert connection.execute(select(func.count()).select_from(tables.aliases)).scalar_one() == 0
+
+
 async def test_a_used_idempotency_key_stays_with_its_first_response(database_url: str):
     first, second = response(idempotency_key="k"), response(idempotency_key="k")
     async with opened(database_url) as store:
