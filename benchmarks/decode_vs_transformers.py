@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-from benchmarks.common import report, spread
-from benchmarks.runners import Ours, Transformers, time_decode
+from benchmarks.common import report
+from benchmarks.runners import Ours, Rate, Transformers, compare, time_decode
 
 PROMPT, TOKENS = 200, 64
 
@@ -60,7 +60,7 @@ def main() -> None:
             ours = Ours(directory, threads, PROMPT + TOKENS * (arguments.repeats + 1))
             torch.set_num_threads(threads)
             prompt = torch.randint(0, 1536, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-            speeds: dict[str, list[float]] = {"engine": [], "transformers": []}
+            speeds: dict[str, list[Rate]] = {"engine": [], "transformers": []}
             for runner in (ours, theirs):
                 token = runner.prefill(prompt)
                 time_decode(runner, token, 8)
@@ -68,8 +68,7 @@ def main() -> None:
                 for runner in (ours, theirs):
                     token = runner.prefill(prompt)
                     speeds[runner.name].append(time_decode(runner, token, TOKENS))
-            ratios = [a / b for a, b in zip(speeds["engine"], speeds["transformers"], strict=True)]
-            figures = {name: spread(values) for name, values in speeds.items()} | {"ratio": spread(ratios)}
+            figures = compare(speeds["engine"], speeds["transformers"])
             model = str(arguments.model.name) if arguments.model else "random, demo geometry"
             workload = {"prompt_tokens": PROMPT, "decode_tokens": TOKENS, "threads": threads, "unit": "tokens/s"}
             report("decode_vs_transformers", model, workload, figures, arguments.record)

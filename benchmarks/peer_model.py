@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.common import report, spread
-from benchmarks.runners import Ours, Transformers, time_decode, time_prefill
+from benchmarks.common import report
+from benchmarks.runners import Ours, Rate, Transformers, compare, time_decode, time_prefill
 
 VOCAB = 32768
 
@@ -68,10 +68,10 @@ def main() -> None:
         parameters = sum(p.numel() for p in theirs.model.parameters())
         for threads in arguments.threads:
             for context in arguments.contexts:
-                compare(directory, theirs, threads, context, repeats, count, parameters, arguments.record)
+                measure(directory, theirs, threads, context, repeats, count, parameters, arguments.record)
 
 
-def compare(
+def measure(
     directory: Path,
     theirs: Transformers,
     threads: int,
@@ -84,8 +84,8 @@ def compare(
     ours = Ours(directory, threads, context + 2 * count + 64)
     torch.set_num_threads(threads)
     prompt = torch.randint(0, VOCAB, (context,), generator=torch.Generator().manual_seed(1)).tolist()
-    prefill: dict[str, list[float]] = {"engine": [], "transformers": []}
-    decode: dict[str, list[float]] = {"engine": [], "transformers": []}
+    prefill: dict[str, list[Rate]] = {"engine": [], "transformers": []}
+    decode: dict[str, list[Rate]] = {"engine": [], "transformers": []}
     for runner in (ours, theirs):
         time_decode(runner, runner.prefill(prompt[:64]), 2)
     for _ in range(repeats):
@@ -93,10 +93,8 @@ def compare(
             prefill[runner.name].append(time_prefill(runner, prompt))
             decode[runner.name].append(time_decode(runner, prompt[0], count))
     figures = {
-        "prefill": {name: spread(values) for name, values in prefill.items()},
-        "decode": {name: spread(values) for name, values in decode.items()},
-        "prefill_ratio": spread([a / b for a, b in zip(prefill["engine"], prefill["transformers"], strict=True)]),
-        "decode_ratio": spread([a / b for a, b in zip(decode["engine"], decode["transformers"], strict=True)]),
+        "prefill": compare(prefill["engine"], prefill["transformers"]),
+        "decode": compare(decode["engine"], decode["transformers"]),
     }
     workload = {"context": context, "decode_tokens": count, "threads": threads, "unit": "tokens/s", "dtype": "bf16"}
     report("peer_model", f"random qwen3_moe, {parameters / 1e9:.2f} B parameters", workload, figures, record)

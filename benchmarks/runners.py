@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import spread
 from engine.batch import ForwardBatch, SeqSlice
 from engine.config import EngineConfig
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.runner import load_model
 
-PAGE = 64
+PAGE, CHUNK = 64, 512  # as the engine runs by default
 
 
 class Ours:
@@ -29,7 +32,7 @@ class Ours:
         self._table = torch.arange(pages, dtype=torch.int32)
         self._context = 0
 
-    def prefill(self, tokens: list[int], chunk: int = 2048) -> int:
+    def prefill(self, tokens: list[int], chunk: int = CHUNK) -> int:
         self._context, logits = 0, torch.empty(0)
         for start in range(0, len(tokens), chunk):
             logits = self._forward(tokens[start : start + chunk])
@@ -71,16 +74,44 @@ class Transformers:
         return int(out.logits[0, -1].argmax())
 
 
-def time_prefill(runner: Ours | Transformers, tokens: list[int]) -> float:
-    """Tokens per second."""
-    began = time.perf_counter()
-    runner.prefill(tokens)
-    return len(tokens) / (time.perf_counter() - began)
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens per second of wall time, and per second that the process was on a CPU.
+
+    With one thread the two agree on a quiet machine; on a busy one the second still says what the code does.
+    """
+
+    wall: float
+    cpu: float
 
 
-def time_decode(runner: Ours | Transformers, token: int, count: int) -> float:
-    """Tokens per second of `count` decode steps that go on from the runner's state."""
-    began = time.perf_counter()
-    for _ in range(count):
-        token = runner.decode(token)
-    return count / (time.perf_counter() - began)
+def time_prefill(runner: Ours | Transformers, tokens: list[int]) -> Rate:
+    return _timed(len(tokens), lambda: runner.prefill(tokens))
+
+
+def time_decode(runner: Ours | Transformers, token: int, count: int) -> Rate:
+    """`count` decode steps that go on from the runner's state."""
+
+    def steps() -> None:
+        last = token
+        for _ in range(count):
+            last = runner.decode(last)
+
+    return _timed(count, steps)
+
+
+def _timed(tokens: int, work: Callable[[], object]) -> Rate:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Rate(tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu))
+
+
+def compare(ours: list[Rate], theirs: list[Rate]) -> dict[str, dict[str, float]]:
+    """Speeds of both and the ratios of their pairs."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        "engine": spread([rate.wall for rate in ours]),
+        "transformers": spread([rate.wall for rate in theirs]),
+        "ratio": spread([a.wall / b.wall for a, b in pairs]),
+        "cpu_time_ratio": spread([a.cpu / b.cpu for a, b in pairs]),
+    }
