@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from engine.kernels import cpu
 from engine.models import registry
@@ -146,3 +147,18 @@ def test_options_of_the_config_mean_the_same(model_type, changes, tmp_path: Path
     ours = load(tmp_path).model
     (got,) = step(ours, pools(ours.spec), [(Lane(PAGES, 0), prompt.tolist())])
     assert close(got, want, 1e-4)
+
+
+def test_the_text_part_of_a_real_multimodal_checkpoint(tmp_path: Path):
+    text = make("qwen3_5_moe").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+    torch.manual_seed(0)
+    model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision)).eval()
+    save(model, tmp_path)
+    prompt = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        want = model(input_ids=prompt[None]).logits[0]
+    loaded = load(tmp_path)
+    (got,) = step(loaded.model, pools(loaded.model.spec), [(Lane(PAGES, 0), prompt.tolist())])
+    assert close(got, want, 1e-4)
+    assert loaded.model.spec.parameters < sum(p.numel() for p in model.parameters())
