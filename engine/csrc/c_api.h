@@ -69,8 +69,8 @@ ASV_API int asv_get_threads(void);
 // Calls are serialized; memory behind the pointers must stay valid until return.
 ASV_API int asv_run(const asv_op *ops, int n_ops, int rows, int seqs, int outputs);
 
-// Pool counters since start: regions run in parallel, regions run alone because helpers were being held up,
-// microseconds the caller waited for helpers.
+// Pool counters since start: loops run in parallel, loops run alone because helpers did not pay (or to see whether they
+// do), microseconds the caller waited for helpers.
 ASV_API void asv_pool_stats(uint64_t out[3]);
 
 #ifdef __cplusplus

@@ -1,9 +1,7 @@
 // A pool that is fast on a free machine and harmless on a busy one.
 //
-// Workers spin for a bounded time, then park on a condition variable. Tasks are claimed with one atomic counter. When
-// the scheduler takes a helper's core away in mid-task the caller can only wait for it, so the pool watches those
-// waits: after a long one it runs alone for a while, doubling the pause each time up to kMaxPauseUs, and forgives after
-// clean loops. With a busy second core that bounds the loss to one time slice per pause (about 4 ms in 640 ms).
+// Workers spin for a bounded time, then park on a condition variable. Tasks are claimed with one atomic counter, so a worker
+// that loses its core takes fewer. choice.h measures whether using helpers pays at all.
 #include "pool.h"
 
 #include <errno.h>
@@ -19,6 +17,8 @@
 #include <thread>
 #include <vector>
 
+#include "choice.h"
+
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 static inline void cpu_relax() { _mm_pause(); }
@@ -29,11 +29,7 @@ static inline void cpu_relax() { std::atomic_signal_fence(std::memory_order_seq_
 namespace asv {
 namespace {
 
-constexpr double kSpinUs = 60.0;          // helpers look for the next loop this long before they park
-constexpr double kHeldUpUs = 150.0;       // a wait beyond this and beyond what the helpers saved is a loss
-constexpr double kFirstPauseUs = 20000.0;
-constexpr double kMaxPauseUs = 640000.0;
-constexpr int kCleanToForgive = 64;
+constexpr double kSpinUs = 50.0;  // helpers look for the next loop this long before they park
 
 double now_us() {
   timespec t;
@@ -89,18 +85,30 @@ class Pool {
   void run(int tasks, double estimate_us, TaskFn fn, void *context) {
     if (tasks <= 0) return;
     bool alone = threads_ == 1 || tasks == 1 || estimate_us < kParallelWorthUs;
-    double start = 0;
-    if (!alone) {
-      start = now_us();
-      if (start < resume_us_) {
-        alone = true;
-        alone_.fetch_add(1, std::memory_order_relaxed);
-      }
+    if (alone) return run_alone(tasks, fn, context);
+    double start = now_us();
+    if (!choice_.parallel()) {
+      ++alone_;
+      run_alone(tasks, fn, context);
+    } else {
+      ++parallel_;
+      run_parallel(tasks, fn, context);
     }
-    if (alone) {
-      for (int t = 0; t < tasks; ++t) fn(context, t, 0);
-      return;
-    }
+    choice_.record(fn, estimate_us, now_us() - start);
+  }
+
+  void stats(uint64_t out[3]) const {
+    out[0] = parallel_;
+    out[1] = alone_;
+    out[2] = uint64_t(waited_us_);
+  }
+
+ private:
+  static void run_alone(int tasks, TaskFn fn, void *context) {
+    for (int t = 0; t < tasks; ++t) fn(context, t, 0);
+  }
+
+  void run_parallel(int tasks, TaskFn fn, void *context) {
     loop_.fn.store(fn, std::memory_order_relaxed);
     loop_.context.store(context, std::memory_order_relaxed);
     loop_.tasks.store(tasks, std::memory_order_relaxed);
@@ -115,19 +123,9 @@ class Pool {
     }
     int mine = claim_and_run(epoch, 0);
     done_.fetch_add(mine, std::memory_order_acq_rel);
-    double out_of_work = now_us();
-    double waited = wait_for_helpers(tasks, out_of_work);
-    double saved = (out_of_work - start) * (tasks - mine) / (mine > 0 ? mine : 1);
-    judge(saved, waited);
+    wait_for_helpers(tasks);
   }
 
-  void stats(uint64_t out[3]) const {
-    out[0] = parallel_.load();
-    out[1] = alone_.load();
-    out[2] = uint64_t(waited_us_);
-  }
-
- private:
   int claim_and_run(uint32_t epoch, int worker) {
     int ran = 0;
     uint64_t seen = claim_.load(std::memory_order_acquire);
@@ -147,11 +145,13 @@ class Pool {
     return ran;
   }
 
-  double wait_for_helpers(int tasks, double from) {
+  void wait_for_helpers(int tasks) {
+    if (done_.load(std::memory_order_acquire) >= tasks) return;
+    double from = now_us();
     int spins = 0;
     while (done_.load(std::memory_order_acquire) < tasks) {
       cpu_relax();
-      // A helper that lost its core needs ours: after a bounded spin, give it up now and then.
+      // A helper that lost its core may need ours: after a bounded spin, give it up.
       if (++spins >= 2000) {
         sched_yield();
         if (spins >= 4000) {
@@ -160,21 +160,7 @@ class Pool {
         }
       }
     }
-    return spins == 0 ? 0.0 : now_us() - from;
-  }
-
-  // `saved`: what the helpers' tasks would have cost the caller. Waiting longer than that is a loss.
-  void judge(double saved, double waited) {
-    parallel_.fetch_add(1, std::memory_order_relaxed);
-    waited_us_ += waited;
-    if (waited > kHeldUpUs && waited > saved) {
-      clean_ = 0;
-      resume_us_ = now_us() + pause_us_;
-      pause_us_ = pause_us_ * 2 > kMaxPauseUs ? kMaxPauseUs : pause_us_ * 2;
-    } else if (++clean_ >= kCleanToForgive) {
-      clean_ = 0;
-      pause_us_ = kFirstPauseUs;
-    }
+    waited_us_ += now_us() - from;
   }
 
   void work(int worker) {
@@ -252,9 +238,9 @@ class Pool {
   std::vector<std::thread> helpers_;
   int threads_ = 1;
   uint32_t epoch_ = 0;
-  double resume_us_ = 0, pause_us_ = kFirstPauseUs, waited_us_ = 0;
-  int clean_ = 0;
-  std::atomic<uint64_t> parallel_{0}, alone_{0};
+  ParallelChoice choice_;
+  uint64_t parallel_ = 0, alone_ = 0;
+  double waited_us_ = 0;
 };
 
 Pool &pool() {

@@ -99,7 +99,7 @@ def threads() -> int:
 
 
 def pool_stats() -> dict[str, int]:
-    """Loops run in parallel, loops run alone because helpers were being held up, microseconds waited for helpers."""
+    """Loops run in parallel, loops run alone because helpers did not pay, microseconds waited for helpers."""
     out = (ctypes.c_uint64 * 3)()
     _library().asv_pool_stats(out)
     return {"parallel": out[0], "alone": out[1], "waited_us": out[2]}

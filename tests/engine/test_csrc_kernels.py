@@ -294,6 +294,38 @@ def test_a_program_runs_with_the_counts_of_the_moment(dtype: torch.dtype) -> Non
     assert not out[3:].any()
 
 
+def test_threads_change_no_bit() -> None:
+    """Large enough to be shared: a task computes the same whoever runs it, in loops with helpers and without."""
+    x, ids, weights, gate_up, down = expert_case(48, 512, 256, 16, 4, torch.bfloat16)
+    w, few = randn(1024, 512, dtype=torch.bfloat16, seed=1), randn(3, 512, dtype=torch.bfloat16)
+    q, pool = randn(48, 8, 64, dtype=torch.bfloat16), randn(20, 16, 2, 64, dtype=torch.bfloat16, seed=2)
+    pages = torch.arange(20, dtype=torch.int32)
+    v, g = randn(48, 8, 64, dtype=torch.bfloat16, seed=3), -torch.rand(48, 8)
+
+    def everything() -> list[torch.Tensor]:
+        state = torch.zeros(8, 64, 64)
+        return [
+            cpu.experts_forward(x, ids, weights, gate_up, down),
+            cpu.experts_forward(x[:2], ids[:2], weights[:2], gate_up, down),
+            cpu.linear(x, w),
+            cpu.linear(few, w),
+            cpu.paged_attention(q, pool, pool, pages, 200, 0.1),
+            cpu.gated_delta_chunk(q[:, :4], q[:, 4:], v, g, -g, state),
+            state,
+        ]
+
+    alone = everything()
+    try:
+        for threads in (2, 3):
+            cpu.set_threads(threads, pin=threads == 2)
+            for _ in range(4):
+                for got, want in zip(everything(), alone, strict=True):
+                    assert torch.equal(got, want)
+        assert cpu.pool_stats()["parallel"] > 0
+    finally:
+        cpu.set_threads(1)
+
+
 def test_bad_tensors_are_refused_with_their_numbers() -> None:
     x = randn(4, 10)
     with pytest.raises(ShapeMismatch, match=r"x has shape \[4, 10\], expected \[any, 11\]"):
