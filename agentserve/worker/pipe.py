@@ -57,8 +57,11 @@ class FrameSplitter:
             at += HEADER.size
             payloads.append(view[at : at + length])
             at += length
-        # A new bytearray, since a bytearray with views on it cannot be resized.
-        self._rest = bytearray(view[at:])
+        if payloads or not self._rest:
+            # A new bytearray, since one with views on it cannot be resized.
+            self._rest = bytearray(view[at:])
+        else:
+            view.release()  # a long frame still grows in place, without a copy for each piece
         return payloads
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -29,11 +30,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def running(model_dir: Path, **engine: int | str) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
+async def running(
+    model_dir: Path, ram_cache_bytes: int = 64 << 20, **engine: int | str
+) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
     client = WorkerClient(start_wait_s=60)
     limits = {"threads": 1, "backend": "reference", "chunk_tokens": 64, "kv_tokens": 4096, "max_rows": 4}
     settings = WorkerSettings(
-        model_dir=str(model_dir), model_name="tiny", state_dir=str(model_dir), engine={**limits, **engine}, log_level="WARNING"
+        model_dir=str(model_dir),
+        model_name="tiny",
+        state_dir=str(model_dir),
+        ram_cache_bytes=ram_cache_bytes,
+        engine={**limits, **engine},
+        log_level="WARNING",
     )
     supervisor = Supervisor(client, settings, first_backoff_s=0.05, watch_s=0.1)
     supervisor.start()
@@ -98,6 +106,43 @@ async def test_a_session_reuses_its_state_and_gets_the_answers_of_a_cold_run(mod
     async with running(model_dir) as (client, _):
         assert answer(await run(client, start_turn("b", context))) == answer(warm)
         assert matched(await run(client, start_turn("b", context))).position == len(context)
+
+
+async def test_sessions_that_run_together_and_are_cancelled_get_the_answers_of_a_cacheless_worker(model_dir: Path) -> None:
+    """Shared prefixes, edits and cancels at random moments, in a cache so small that it evicts all the time."""
+    asked: list[tuple[StartTurn, list[int]]] = []
+
+    async def session(client: WorkerClient, number: int) -> None:
+        choice = random.Random(number)
+        context = PROMPT[: choice.randrange(60, 150)] + [number + 3] * choice.randrange(1, 40)
+        for turn in range(4):
+            start = start_turn(f"s{number}.{turn}", context, max_tokens=choice.randrange(1, 12))
+            stop_after = choice.choice([None, None, 0, 1, 3])
+            got: list[TurnFrame] = []
+            async for frame in client.run(start):
+                got.append(frame)
+                if stop_after is not None and len(got) > stop_after:
+                    client.cancel(start.turn_id)
+            assert isinstance(got[-1], TurnFinished)
+            asked.append((start, answer(got)))
+            if got[-1].reason == "length":
+                context = [*context, *answer(got), *[choice.randrange(3, 90) for _ in range(choice.randrange(1, 30))]]
+            if choice.random() < 0.4:
+                context[choice.randrange(len(context))] = choice.randrange(3, 90)
+
+    async with running(model_dir, ram_cache_bytes=600_000, max_rows=3) as (client, _):
+        await asyncio.gather(*(session(client, number) for number in range(6)))
+        load = client.load
+        assert load is not None
+        assert (load.counters["turns"], load.counters["holds"], load.counters["pins"]) == (0, 0, 0)
+        assert load.counters["ram_evictions"] > 0
+        assert load.counters["cache_matches"] > load.counters["cache_misses"], "nothing was reused, nothing was tested"
+        assert load.cache_bytes["ram"] <= 600_000
+        assert load.free_pages == load.total_pages
+    async with running(model_dir, ram_cache_bytes=0, max_rows=1) as (client, _):
+        for start, got in asked:
+            cold = answer(await run(client, start))
+            assert cold[: len(got)] == got
 
 
 async def test_kill_in_mid_turn_fails_that_turn_and_the_next_one_runs(model_dir: Path) -> None:
