@@ -1,4 +1,5 @@
 # ruff: noqa: E501
+# ruff: noqa: E501
 """Kinds composed from a verb, an everyday thing and a few arguments out of a library, new for every session.
 
 "Find running shoes under 80 euros in size 42": the tool search_shoes(query, max_price, size) has never been written down.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from random import Random
 
 from examples.demo_model import vocabulary
-from examples.demo_model.kinds import Arg, Kind, arg, kind
+from examples.demo_model.kinds import Arg, Chain, Kind, arg, kind
 from examples.demo_model.values import pick
 
 # key, names, maker, description, ways to say it in a request
@@ -41,7 +42,7 @@ LIBRARY = [
     ("hours", "hours|duration_hours|length_hours", "int:2:48", "Hours", "for {x} hours|[lasting|of] {x} hours"),
     ("nights", "nights|days|length_of_stay", "int:2:14", "How long", "for {x} [nights|days]"),
     ("email", "email|to|send_to|contact", "email", "Email address", "[and send it|, send it] to {x}|for {x}|with the email {x}"),
-    ("project", "project|project_name|workspace|repo|repository", "slug", "Project", "in project {x}|for [the |]project {x}|in [the |]{x}[ project| repo]"),
+    ("project", "project|project_name|workspace|repo|repository", "slug", "Project", "in project {x}|for [the |]project {x}|in [the |]{x}[ project| repo]|in the [repo|repository|workspace|project] {x}|of [the repo |the project |]{x}"),
     ("team", "team|group|department|squad", "invented", "Team", "for team {x}|of [the |]team {x}|from the {x} team"),
     ("room", "room|where|location", "room", "Room", "in the {x}|for the {x}"),
     ("path", "path|file|source|input_file", "path", "File", "from {x}|with the file {x}|using {x}"),
@@ -111,7 +112,13 @@ def composed_kind(rng: Random, thing: str | None = None) -> Kind:
             arg(key, names, maker, desc, mention=say.replace("{x}", "{%s}" % key) if optional else "")
         )
         if not optional:
-            said.append("[" + say.replace("{x}", "{%s}" % key) + "]")
+            spoken = pick(rng, names.split("|")).replace("_", " ")
+            plainly = (
+                f"|with {spoken} {{x}}|, {spoken} {{x}}|, {spoken}: {{x}}|with the {spoken} {{x}}"
+                if rng.random() < 0.4
+                else ""
+            )
+            said.append("[" + (say + plainly).replace("{x}", "{%s}" % key) + "]")
     tails = []
     for _ in range(3):
         rng.shuffle(said)
@@ -130,6 +137,60 @@ def composed_kind(rng: Random, thing: str | None = None) -> Kind:
         args, imp=join(imp), ask=join(ask), out=out, text=f"{listed}|{listed.replace(', ', '; ')}", say=says, topic=f"to {spoken_verb} {thing}" if not wanted else f"to {spoken_verb} something",
     )  # fmt: skip
     return _plain_fields(built)
+
+
+ROLES = ("employee", "user", "customer", "member", "patient", "student", "colleague", "player", "driver", "client", "guest", "teacher", "tenant", "person", "contact", "supplier", "staff", "author")  # fmt: skip
+AMOUNTS = (
+    "vacation day", "point", "credit", "order", "ticket", "task", "meeting", "appointment", "invoice", "sick day", "book", "visit", "lesson", "grade", "hour",
+    "message", "device", "project", "child", "car", "key", "bonus", "loan", "account", "course", "flight", "absence", "claim", "follower", "day off",
+)  # fmt: skip
+FACTS = (
+    ("salary", "amount"), ("address", "plain"), ("email", "email"), ("birthday", "date"), ("phone number", "phone"), ("balance", "amount"), ("room", "slug"), ("schedule", "plain"),
+    ("next appointment", "date"), ("job title", "plain"), ("manager", "person"), ("score", "number"), ("plan", "word"), ("license plate", "id"), ("start date", "isodate"),
+    ("team", "invented"), ("home city", "city"), ("blood type", "word"), ("shift", "word"), ("favorite color", "word"), ("status", "word"), ("last order", "id"), ("desk", "id"),
+)  # fmt: skip
+
+
+def person_chain(rng: Random) -> tuple[Kind, Kind, Chain]:
+    """Find somebody by name, then look up something about the id that was found."""
+    role = pick(rng, ROLES)
+    id_name = pick(rng, (f"{role}_id", "id", f"{role}Id", f"{role}_number", "ref"))
+    maker = pick(rng, ("id", "id", "int:1:99999"))
+    first = kind(
+        f"find_{role}", f"[find|lookup|get|search|resolve|identify]_{role}[_by_name|_id|_record|]|{role}_[lookup|search|finder|id]|who_is",
+        f"[Find|Look up|Search|Get] [a|the|an] {role} [record |id |][by|from] [full |]name|[Returns|Gives] the {role} id for a name|{role.capitalize()} directory",
+        [arg("name", f"name|full_name|{role}|{role}_name|query|who", "person", f"[Full |]Name of the {role}|{role.capitalize()} name")],
+        imp=f"[find|look up|search for] [the {role} |]{{name}}|[get|tell me|find] the {role} [id|number] of {{name}}", ask=f"[what's|what is] the {role} [id|number] of {{name}}|is {{name}} a {role}|do we have a {role} [called|named] {{name}}",
+        out=f"ref~{id_name}~id~{role}_id={maker}", text="{ref}|{name}: {ref}|found {ref}|id {ref}", say=f"{{name}} has the {role} id {{ref}}.|The id of {{name}} is {{ref}}.", topic=f"finding a {role}",
+    )  # fmt: skip
+    on = arg(
+        "person",
+        f"{role}_id|id|{role}|{role}Id|ref|person_id|{role}_ref",
+        maker,
+        f"[Id|Number] of the {role}|{role.capitalize()} id",
+    )
+    if rng.random() < 0.5:
+        unit = pick(rng, AMOUNTS)
+        many = "children" if unit == "child" else "days off" if unit == "day off" else unit + "s"
+        snake = many.replace(" ", "_")
+        second = kind(
+            f"get_{snake}", f"[get|count|fetch|list|read|check]_{snake}|{snake}[_of|_left|_count|]|{role}_{snake}", f"[Remaining |Number of |Count |Get |List |]{many} [of|for] [a|an] {role}[ id|]|How many {many} [a|an] {role} has",
+            [on], imp=f"[get|show|check|tell me] the {many} of {role} {{person}}|[count|check] how many {many} {role} {{person}} has", ask=f"how many {many} does {role} {{person}} have[ left|]|what {many} does {role} {{person}} have",
+            out="n~count~left~remaining~total~" + snake + "=int:0:90", text=f"{{n}}|{{n}} {many}|{many}: {{n}}", say=f"{role.capitalize()} {{person}} has {{n}} {many}.|It is {{n}} {many}.|There are {{n}} {many}.", topic=many,
+        )  # fmt: skip
+        imp = f"[tell me|find out|check|look up] how many {many} {{name}} has[ left|]|[check|get|show] [the {many} of {{name}}|{{name}}'s {many}]|[look up|find] {{name}} and [count|get|check] [the|their] {many}"
+        ask = f"how many {many} does {{name}} have[ left|]|how many {many} has {{name}} [got|left]|does {{name}} [still |]have [any |]{many}[ left|]|what {many} does {{name}} have"
+    else:
+        fact, fact_maker = pick(rng, FACTS)
+        snake = fact.replace(" ", "_")
+        second = kind(
+            f"get_{snake}", f"[get|fetch|read|lookup|show]_{snake}|{snake}[_of|_lookup|]|{role}_{snake}", f"[Get|Return|Look up|The] {fact} of [a|an] {role}[ by id|]|{fact.capitalize()} [for|of] [a|an] {role} id",
+            [on], imp=f"[get|show|check|tell me] the {fact} of {role} {{person}}", ask=f"what's the {fact} of {role} {{person}}|which {fact} does {role} {{person}} have",
+            out=f"fact~{snake}~value~result={fact_maker}", text=f"{{fact}}|{fact}: {{fact}}", say=f"The {fact} of {role} {{person}} is {{fact}}.|The {fact} is {{fact}}.|It is {{fact}}.", topic=f"the {fact}",
+        )  # fmt: skip
+        imp = f"[tell me|find out|check|look up|get|show me] [the {fact} of {{name}}|{{name}}'s {fact}]|[look up|find] {{name}} and [tell me|get|check] [the|their] {fact}"
+        ask = f"[what's|what is] {{name}}'s {fact}|[what's|what is] the {fact} of {{name}}|which {fact} does {{name}} have|do you know {{name}}'s {fact}|I need {{name}}'s {fact}"
+    return first, second, Chain(first.key, "ref", second.key, "person", imp, ask)
 
 
 def _plain_fields(built: Kind) -> Kind:

@@ -93,7 +93,10 @@ class Writer:
             r = rng.random()
             have = {tool.kind.key for tool in tools}
             if r < 0.2 and count - len(tools) >= 2:
-                if rng.random() < 0.5:
+                r = rng.random()
+                if r < 0.4:
+                    first, second, chain = composed.person_chain(rng)
+                elif r < 0.7:
                     chain = pick(rng, CHAINS)
                     first, second = KINDS[chain.first], KINDS[chain.second]
                 else:
@@ -184,7 +187,7 @@ class Writer:
             return self._single(fail=True)
         if r < 0.83:
             return self._parallel()
-        if r < 0.88 and self.last and self.last.tool.kind.follow:
+        if r < 0.89 and self.last and self.last.tool.kind.follow:
             return self._follow()
         if r < 0.92:
             return self._cannot()
@@ -219,7 +222,7 @@ class Writer:
         rng = self.rng
         first, second, chain = pick(rng, self.chains)
         fail = rng.random() < 0.05
-        a = bind(first, rng, self.held_out, fail=fail)
+        a = bind(first, rng, self.held_out, fail=fail, keep=True)
         linked = "?" if fail else a.slots[chain.field]
         b = bind(
             second,

@@ -81,9 +81,17 @@ def _fill(phrase: str, noun: str) -> str:
     return phrase.replace("{N}", noun).replace("{n}", noun.replace("_", " "))
 
 
+def _id_maker(noun: str) -> str:
+    """Some nouns are counted, the others have codes."""
+    return "int:1:9999" if len(noun) % 4 == 0 else "id"
+
+
 def _id_arg(noun: str) -> Arg:
     return arg(
-        "id", _fill(ID, noun), "id", _fill("[Id|Number|Reference|Code] of the {n}|Which {n}|The {n}", noun)
+        "id",
+        _fill(ID, noun),
+        _id_maker(noun),
+        _fill("[Id|Number|Reference|Code] of the {n}|Which {n}|The {n}", noun),
     )
 
 
@@ -128,7 +136,7 @@ def action_kind(noun: str, index: int) -> Kind:
         f"{verb}_{noun}", p(f"[{tool_verbs}]_{{N}}|{{N}}_[{tool_verbs}]|do_{verb}|[{tool_verbs}]"),
         p(f"{verb.capitalize()} a {{n}}|{verb.capitalize()}s the given {{n}}|Use this to {verb} a {{n}}|{verb.capitalize()} one {{n}} by its id"),
         [_id_arg(noun)],
-        imp=p(f"[{ways}] [the |]{{n}} {{id}}|[{ways}] {{n}} [number |]{{id}}"),
+        imp=p(f"[{ways}] [the |]{{n}} {{id}}|[{ways}] {{n}} [number |]{{id}}|[{ways}] [{{n}} {{id}}|{{id}}]"),
         ask=p(f"{{n}} {{id}} [should be|must be|has to be|needs to be|can be] {done}|I want {{n}} {{id}} {done}|let's get {{n}} {{id}} {done}"),
         out=f"status~result~ok={SUCCESS};at~time~when=clock", text=p(f"{{status}}|{{n}} {{id}} {done}|{{status}} at {{at}}|{done}"),
         say=p(f"{{n}} {{id}} is {done}.|The {{n}} {{id}} was {done}.|Done: {{n}} {{id}} is {done}."), topic=p(f"to {verb} a {{n}}"),
@@ -169,7 +177,7 @@ def find_kind(noun: str) -> Kind:
         [arg("title", p("name|query|title|{N}_name|q"), "invented", p("Name of the {n}|Name to look for"))],
         imp=p("[find|search for|look up|look for|locate] the {n} [called |named ||]{title}|[get|find] the id of the {n} {title}|find {n} {title}"),
         ask=p("[what's|what is] the id of the {n} {title}|do we have a {n} [called|named] {title}|which id does the {n} {title} have"),
-        out="ref~id~key=id", text=p("{ref}|found {ref}|{n} {title}: {ref}"), say=p("The {n} {title} has the id {ref}.|{title} is {n} {ref}.|I found {title}: {ref}."), topic=p("finding a {n}"),
+        out=f"ref~id~key={_id_maker(noun)}", text=p("{ref}|found {ref}|{n} {title}: {ref}"), say=p("The {n} {title} has the id {ref}.|{title} is {n} {ref}.|I found {title}: {ref}."), topic=p("finding a {n}"),
     )  # fmt: skip
 
 

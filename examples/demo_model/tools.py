@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from random import Random
 
-from examples.demo_model import special, values
+from examples.demo_model import special, surprises, values
 from examples.demo_model.grammar import expand
 from examples.demo_model.kinds import Arg, Kind
 from examples.demo_model.values import is_held_out, pick
 
+SURPRISE = 0.22  # share of results that the kind does not foresee
 OPAQUE = 0.07  # share of tools whose name says nothing
 TYPES = {"integer": "integer", "number": "number", "boolean": "boolean", "array": "array", "string": "string"}
 
@@ -113,6 +114,8 @@ def make_tool(kind: Kind, rng: Random, held_out: bool, style: dict, taken: set[s
         description += pick(
             rng, (".", ".", ".", ". Read only.", ". Fast.", ". Returns JSON.", ". Returns text.")
         )
+    if not opaque and rng.random() < 0.03:
+        description = ""
     parameters: dict = {"type": "object", "properties": properties}
     if required or rng.random() < 0.5:
         parameters["required"] = required
@@ -179,10 +182,11 @@ def bind(
     fixed: dict[str, str] | None = None,
     lines: int = 0,
     fail: bool = False,
+    keep: bool = False,
 ) -> Call:
     """Choose argument values and make the result.
 
-    fixed: argument key -> text that must be used (a value found by an earlier call).  lines: lines of a settings file.
+    fixed: argument key -> text that must be used (a value found by an earlier call).  lines: lines of a settings file.  keep: the result must show every field.
     """
     arguments: dict[str, object] = {}
     slots: dict[str, str] = {}
@@ -226,6 +230,11 @@ def bind(
         else:
             slots[key] = value if isinstance(value, str) else str(value)
             shown.append(slots["ask_value"] if maker == "kvfile" else slots[key])
+    if "ask_value" not in slots and not keep and rng.random() < SURPRISE:
+        shown_fields = {tool.fields[key]: value for key, value in fields.items()}
+        return Call(
+            tool, arguments, slots, *surprises.surprise(rng, held_out, shown_fields, tool.form == "json")
+        )
     result = (
         expand(tool.kind.text, rng, slots)
         if tool.form == "text"

@@ -311,6 +311,8 @@ def code_id(rng: Random) -> str:
 
 
 def slug(rng: Random) -> str:
+    if rng.random() < 0.04:
+        return echoed(rng).replace(" ", "-").replace(",", "")
     return pick(rng, ("{a}-{b}", "{a}_{b}", "{a}", "{a}-{b}-{c}", "{a}{n}", "{a}-{n}")).format(
         a=word(rng), b=word(rng), c=word(rng), n=digits(rng, 1, 2)
     )
@@ -520,6 +522,8 @@ def sentence(rng: Random) -> str:
     r = rng.random()
     if r < 0.06:
         return pick(rng, NONASCII)
+    if r < 0.09:
+        return echoed(rng)
     if r < 0.62:
         return cased(plain(rng), rng, 0.4)
     made = pick(
@@ -541,8 +545,14 @@ def sentence(rng: Random) -> str:
 def snippet(rng: Random) -> str:
     """A short piece of text to put into a file: a sentence, an assignment, a line of code."""
     r = rng.random()
-    if r < 0.45:
+    if r < 0.4:
         return sentence(rng)
+    if r < 0.48:
+        return f"{MAKERS['ip'](rng)} {slug(rng)}" + (
+            f"\n{MAKERS['ip'](rng)} {slug(rng)}" if rng.random() < 0.4 else ""
+        )
+    if r < 0.56:
+        return "\n".join(sentence(rng) for _ in range(rng.randint(2, 4)))
     return pick(
         rng,
         (
@@ -645,12 +655,38 @@ def unit_pair(rng: Random) -> str:
     )
 
 
+def echoed(rng: Random) -> str:
+    """Text whose parts repeat, which is harder to copy than it looks."""
+    a, b = word(rng), word(rng)
+    n, m = rng.randint(0, 9), rng.randint(0, 9)
+    return pick(
+        rng,
+        (
+            "{a} {a} {b}",
+            "{n}{n}{m}{m}",
+            "{n}.{n}.{n}",
+            "{a}-{b}-{a}",
+            "{a}/{a}.py",
+            "{n}{m}{n}{m}{n}",
+            "{a} {n}, {a} {m}",
+            "{a}={a}",
+            "{n} {a} {n} {b}",
+            "the {a}, the {b}, the {a}",
+            "{n}00{m}00",
+            "{a}_{a}_{b}",
+            "{a}.{a}.{b}",
+        ),
+    ).format(a=a, b=b, n=n, m=m)
+
+
 MAKERS: dict[str, Maker] = {
     "city": city, "country": country, "first": first_name, "person": person, "someone": someone, "user": username, "word": word,
     "email": email, "file": filename, "folder": folder, "path": path, "url": url, "id": code_id, "slug": slug, "service": service,
     "date": date, "isodate": iso_date, "clock": clock, "title": title, "sentence": sentence, "snippet": snippet, "query": query,
     "pattern": pattern, "command": command, "number": number, "amount": amount, "version": version, "phone": phone,
     "noun": lambda rng: pick(rng, NOUNS) if rng.random() < 0.4 else pick(rng, v.THINGS), "adj": lambda rng: pick(rng, ADJ), "invented": invented, "verb": lambda rng: pick(rng, VERBISH),
+    "ip": lambda rng: pick(rng, ("127.0.0.1", "0.0.0.0", "10.0.0.{a}", "192.168.{b}.{a}", "{a}.{a}.{b}.{b}", "localhost:{b}{a}", "10.{b}.{b}.{a}")).format(a=rng.randint(1, 254), b=rng.randint(0, 9)),
+    "echoed": echoed,
     "thing": lambda rng: pick(rng, v.THINGS) if rng.random() < 0.7 else f"{pick(rng, v.QUALITIES)} {pick(rng, v.THINGS)}",
     "plain": plain,
     "product": lambda rng: f"{pick(rng, v.QUALITIES)} {pick(rng, v.THINGS)}" if rng.random() < 0.4 else f"{pick(rng, v.THINGS)} {pick(rng, v.THINGS)}" if rng.random() < 0.3 else f"{pick(rng, ADJ)} {pick(rng, NOUNS)}" if rng.random() < 0.6 else f"{pick(rng, NOUNS)} {invented(rng)}",

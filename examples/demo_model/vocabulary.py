@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Common English words by kind, for phrases that tools receive as text."""
 
 
