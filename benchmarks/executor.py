@@ -1,6 +1,6 @@
 """Routed experts on the CPU: the C++ executor against torch (`F.linear` per expert), same bf16 bank, same routes.
 
-    python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--record]
+    python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--huge-pages] [--record]
 
 2048 x 512 experts, top-8 of 256 (1.6 GB). Every round draws new routes, so weights come from memory and not from a cache;
 the two alternate within a round and the figure is the ratio of each pair.
@@ -35,7 +35,7 @@ def torch_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ban
     return out
 
 
-def random_bank() -> ExpertBank:
+def random_bank(huge_pages: bool) -> ExpertBank:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.empty(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.bfloat16)
     down = torch.empty(EXPERTS, HIDDEN, INTER, dtype=torch.bfloat16)
@@ -44,6 +44,8 @@ def random_bank() -> ExpertBank:
     # The values do not matter for speed; copies make a bank of this size in a second instead of twenty.
     gate_up[1:] = gate_up[0]
     down[1:] = down[0]
+    if huge_pages:
+        gate_up, down = cpu.huge_copy(gate_up), cpu.huge_copy(down)
     return ExpertBank(gate_up, down)
 
 
@@ -57,7 +59,7 @@ def seconds(run: Experts, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, record: bool) -> None:
+def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, huge_pages: bool, record: bool) -> None:
     executor = CpuExecutor(bank)
     cpu.set_threads(threads)
     torch.set_num_threads(threads)
@@ -84,7 +86,15 @@ def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, record: b
         "processor_ratio": spread([b / a for a, b in zip(processor["executor"], processor["torch"], strict=True)]),
         "weights_gb_per_s": spread(bandwidth),
     }
-    workload = {"tokens": tokens, "threads": threads, "isa": cpu.isa(), "experts": EXPERTS, "top_k": TOP_K, "dtype": "bf16"}
+    workload = {
+        "tokens": tokens,
+        "threads": threads,
+        "isa": cpu.isa(),
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "dtype": "bf16",
+        "huge_pages": huge_pages,
+    }
     report("executor", f"experts of {HIDDEN} x {INTER}", workload, figures, record)
 
 
@@ -94,16 +104,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--isa", nargs="+", choices=cpu.ISAS, help="instruction sets to measure (default: the best)")
+    parser.add_argument("--huge-pages", action="store_true", help="keep the bank in 2 MiB pages, for both")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     if not cpu.available():
         parser.exit(1, f"no C++ library: {cpu.reason()}\n")
-    bank = random_bank()
+    bank = random_bank(arguments.huge_pages)
     for isa in arguments.isa or [None]:
         cpu.set_isa(isa)
         for threads in arguments.threads:
             for tokens in arguments.tokens:
-                measure(bank, tokens, threads, arguments.repeats, arguments.record)
+                measure(bank, tokens, threads, arguments.repeats, arguments.huge_pages, arguments.record)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,9 @@ ASV_API int asv_run(const asv_op *ops, int n_ops, int rows, int seqs, int output
 // do), microseconds the caller waited for helpers.
 ASV_API void asv_pool_stats(uint64_t out[3]);
 
+// Ask for 2 MiB pages behind memory that has not been touched yet. 0, or -1 where the system has none.
+ASV_API int asv_advise_huge(void *memory, uint64_t bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,8 +2,8 @@
 //
 // Whether helpers pay depends on what else the machine runs, and only a measurement tells: with busy cores a helper waits
 // for a time slice while the caller waits for it, and its spinning takes processor time from the caller. So the time of
-// every loop, relative to its estimate and by kind of loop, is kept for both modes; the cheaper mode is used, and the other
-// one is tried for one short window in kTryParallel or kTryAlone. That bounds the loss to a few percent of either mode.
+// every loop, relative to its estimate and by kind of loop, is kept for both modes. Helpers are used where they save a tenth
+// or more; the other mode is tried for one short window in 8 while the two are close, in 16 or 64 while they are not.
 #pragma once
 #include "pool.h"
 
@@ -26,7 +26,8 @@ class ParallelChoice {
   enum Mode { kAlone = 0, kParallel = 1 };
   static constexpr int kKinds = 64, kMinLoops = 4, kMaxLoops = 256;
   static constexpr double kWindowUs = 20000;
-  static constexpr int kTryParallel = 16, kTryAlone = 64;
+  static constexpr int kTryClose = 8, kTryParallel = 16, kTryAlone = 64;
+  static constexpr double kWorth = 0.9, kClear = 0.75;  // parallel time over alone time
   static constexpr double kNewest = 0.3;  // weight of the newest window
 
   struct Entry {
@@ -59,19 +60,23 @@ class ParallelChoice {
     window_us_ = 0;
     loops_ = 0;
     ++windows_;
-    if (total[0] > 0) best_ = total[kParallel] < total[kAlone] ? kParallel : kAlone;
+    if (total[kAlone] > 0) {
+      double ratio = total[kParallel] / total[kAlone];
+      best_ = ratio < kWorth ? kParallel : kAlone;
+      try_every_ = ratio < kClear ? kTryAlone : ratio < 1 / kClear ? kTryClose : kTryParallel;
+    }
     bool tried = mode_ != best_;
     if (other_unknown && !tried) {
       mode_ = mode_ == kAlone ? kParallel : kAlone;
     } else {
-      bool try_other = !tried && windows_ % (best_ == kParallel ? kTryAlone : kTryParallel) == 0;
+      bool try_other = !tried && windows_ % try_every_ == 0;
       mode_ = try_other ? (best_ == kAlone ? kParallel : kAlone) : best_;
     }
   }
 
   Entry entries_[kKinds];
   double window_us_ = 0;
-  int loops_ = 0, windows_ = 0;
+  int loops_ = 0, windows_ = 0, try_every_ = kTryClose;
   Mode mode_ = kParallel, best_ = kParallel;
 };
 

@@ -1,4 +1,6 @@
 // Chooses the instruction set once, runs records. The only file that knows every kernel table.
+#include <sys/mman.h>
+
 #include <atomic>
 #include <mutex>
 
@@ -91,6 +93,20 @@ int asv_set_threads(int threads, int pin) {
 }
 int asv_get_threads(void) { return asv::pool_threads(); }
 void asv_pool_stats(uint64_t out[3]) { asv::pool_stats(out); }
+
+int asv_advise_huge(void *memory, uint64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uint64_t kHuge = uint64_t(2) << 20;
+  uint64_t begin = (reinterpret_cast<uint64_t>(memory) + kHuge - 1) & ~(kHuge - 1);
+  uint64_t end = (reinterpret_cast<uint64_t>(memory) + bytes) & ~(kHuge - 1);
+  if (end <= begin) return 0;
+  return madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE) == 0 ? 0 : -1;
+#else
+  (void)memory;
+  (void)bytes;
+  return -1;
+#endif
+}
 
 int asv_run(const asv_op *ops, int n_ops, int rows, int seqs, int outputs) {
   std::lock_guard<std::mutex> lock(asv::g_running);

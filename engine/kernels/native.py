@@ -82,6 +82,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.asv_set_threads.argtypes = [integer, integer]
     library.asv_pool_stats.argtypes = [ctypes.POINTER(ctypes.c_uint64)]
     library.asv_pool_stats.restype = None
+    library.asv_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     library.asv_run.argtypes = [ctypes.c_char_p, integer, integer, integer, integer]
     for name in ("asv_abi_version", "asv_op_bytes", "asv_isa_best", "asv_get_isa", "asv_get_threads"):
         getattr(library, name).argtypes = []
