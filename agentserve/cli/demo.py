@@ -245,10 +245,10 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
             str(f.prompt_tokens),
             str(f.reused_tokens),
             str(f.prompt_tokens - f.reused_tokens),
-            f"{f.checkpoint} ({f.restored_from})" if f.checkpoint else "–",
+            f.checkpoint or "–",
             f.divergence or "–",
             f"{f.ttft_ms} ms" if f.ttft_ms is not None else "–",
-            f"{f.deadline} ({(f.deadline_ms or 0) / 1000:g} s)" if f.deadline else "–",
+            f"{f.deadline} ({(f.deadline_ms or 0) // 1000} s)" if f.deadline else "–",
             str(f.output_tokens),
         )
     console.print()

@@ -38,7 +38,7 @@ def test_the_demo_runs_two_tools_over_a_restart_and_an_edit() -> None:
     assert "context edited" in text
     assert re.search(r"[2-9]\d* tool calls executed; [1-9]\d* of \d+ prompt tokens reused", text)
     responses = text[text.index("restored from") :]
-    turns = {line.split("│")[1].strip(): line for line in responses.splitlines() if line.startswith("│")}
+    turns = {line.split("│")[1].strip(): line for line in responses.splitlines() if re.match(r"│ +\d", line)}
     assert set(turns) == {"1", "2", "3", "4", "5"}
     assert all("met (30 s)" in line for line in turns.values())
     assert "@ " in turns["5"]  # the edited context found a checkpoint
