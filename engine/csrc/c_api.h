@@ -65,7 +65,7 @@ ASV_API int asv_get_isa(void);
 ASV_API int asv_set_threads(int threads, int pin);
 ASV_API int asv_get_threads(void);
 
-// Run n_ops records in order. Returns 0, or i + 1 where record i has an unknown code.
+// Run n_ops records in order. Returns 0, i + 1 where record i has an unknown code, -1 without memory for scratch.
 // Calls are serialized; memory behind the pointers must stay valid until return.
 ASV_API int asv_run(const asv_op *ops, int n_ops, int rows, int seqs, int outputs);
 

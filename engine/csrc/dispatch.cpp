@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <new>
 
 #include "ops.h"
 
@@ -114,7 +115,11 @@ int asv_run(const asv_op *ops, int n_ops, int rows, int seqs, int outputs) {
   asv::Counts counts = {rows, seqs, outputs};
   for (int i = 0; i < n_ops; ++i) {
     if (ops[i].code < 0 || ops[i].code >= ASV_OP_COUNT) return i + 1;
-    table.ops[ops[i].code](ops[i], counts);
+    try {
+      table.ops[ops[i].code](ops[i], counts);
+    } catch (const std::bad_alloc &) {
+      return -1;  // scratch memory; an exception must not cross into C
+    }
   }
   return 0;
 }

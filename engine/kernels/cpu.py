@@ -106,6 +106,11 @@ def pool_stats() -> dict[str, int]:
     return {"parallel": out[0], "alone": out[1], "waited_us": out[2]}
 
 
+def _check(status: int) -> None:
+    if status != 0:
+        raise EngineError("no memory for the kernels' scratch" if status < 0 else f"operation {status - 1} has an unknown code")
+
+
 def huge_copy(tensor: Tensor) -> Tensor:
     """A copy in 2 MiB pages where the system has them, else a plain copy (also without the library).
 
@@ -121,7 +126,7 @@ def huge_copy(tensor: Tensor) -> Tensor:
 
 def run(operation: Callable[..., bytes], *args: object, **kwargs: object) -> None:
     """Run one operation of records.py now. The tensors stay alive until it has finished."""
-    _library().asv_run(operation(*args, **kwargs), 1, 0, 0, 0)
+    _check(_library().asv_run(operation(*args, **kwargs), 1, 0, 0, 0))
 
 
 class Program:
@@ -150,7 +155,7 @@ class Program:
         """Run every operation in order. rows: tokens in the batch; seqs: sequences; outputs: rows whose logits are wanted."""
         if self._packed is None:
             self._packed = b"".join(self._records)
-        self._call(self._packed, len(self._records), rows, seqs, outputs)
+        _check(self._call(self._packed, len(self._records), rows, seqs, outputs))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None, one_plus: bool = False) -> Tensor:
