@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,18 @@ TOOLS = tuple(
     )
     for n in ("look", "find-it", "x_9")
 )
-words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co", "Cn", "Cc")), min_size=1, max_size=12)
+
+
+def composed(text: str) -> str:
+    """Some tokenizers (Qwen's) encode the composed form of every text."""
+    return unicodedata.normalize("NFC", text)
+
+
+words = (
+    st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co", "Cn", "Cc")), min_size=1, max_size=12)
+    .map(composed)
+    .filter(str.strip)
+)
 texts = st.one_of(words, st.lists(st.sampled_from(["a", " ", "\n", "é", "{", '"', "</b>"]), max_size=8).map("".join))
 arguments = st.dictionaries(st.sampled_from("abc"), st.one_of(texts, st.integers(-9, 99), st.booleans(), st.none()), max_size=3)
 
@@ -135,8 +147,8 @@ def test_an_edit_costs_only_what_is_behind_it(family: str, data: st.DataObject):
         made = data.draw(st.integers(0, 2))
         agent.render()
         sampled = agent.write(
-            reasoning=data.draw(st.one_of(st.none(), words.filter(str.strip))),
-            text=data.draw(words.filter(str.strip)),
+            reasoning=data.draw(st.one_of(st.none(), words)),
+            text=data.draw(words),
             calls=[("look", {"a": data.draw(words)}) for _ in range(made)],
             split=lambda t: [i for c in t for i in tok.encode(c).tolist()],
         )
