@@ -47,7 +47,7 @@ def timed(socket: AgentSocket, body: dict[str, Any]) -> tuple[float, dict[str, A
     """(seconds to the first output item, the final response)."""
     began, first = time.perf_counter(), None
     event: dict[str, Any] = {}
-    for event in socket.turn({"model": "demo", "max_output_tokens": 1, "temperature": 0, **body}):
+    for event in socket.turn({"model": "demo", "max_output_tokens": 4, "temperature": 0, **body}):
         if first is None and event["type"] == "response.output_item.added":
             first = time.perf_counter() - began
     if first is None:
