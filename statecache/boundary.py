@@ -12,11 +12,14 @@ from statecache.policy import KIND_WEIGHT, Policy, better_kind
 from statecache.types import Boundary, BoundaryKind, MarkerTable
 
 
-def prompt_cuts(boundaries: Sequence[Boundary], prompt_tokens: int, policy: Policy, *, after: int = 0) -> tuple[Boundary, ...]:
+def prompt_cuts(
+    boundaries: Sequence[Boundary], prompt_tokens: int, policy: Policy, *, after: int = 0, parted_at: int = 0
+) -> tuple[Boundary, ...]:
     """Positions of a prompt where its state is kept, rising and unique; the better kind names a shared position.
 
-    All boundaries, the prompt end, shadows before it and the ladder, of those in (after, prompt_tokens]. after: position that
-    is restored, where a checkpoint exists. Raises ValueError on a boundary outside [1, prompt_tokens].
+    All boundaries, the prompt end, shadows before it, the ladder and the junction, of those in (after, prompt_tokens].
+    after: position that is restored, where a checkpoint exists. parted_at: tokens that agree with a saved context which goes
+    on otherwise, 0 if there is none. Raises ValueError on a boundary outside [1, prompt_tokens].
     """
     wanted: dict[int, Boundary] = {}
 
@@ -39,6 +42,8 @@ def prompt_cuts(boundaries: Sequence[Boundary], prompt_tokens: int, policy: Poli
         first = (after // policy.ladder_tokens + 1) * policy.ladder_tokens
         for position in range(first, prompt_tokens, policy.ladder_tokens):
             want(Boundary(position, BoundaryKind.LADDER))
+    if 0 < policy.junction_tokens <= parted_at - after and parted_at < prompt_tokens:
+        want(Boundary(parted_at, BoundaryKind.JUNCTION))
     return tuple(wanted[p] for p in sorted(wanted))
 
 

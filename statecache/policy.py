@@ -31,6 +31,8 @@ class Policy:
     shadows: tokens before the prompt end. On 48,658 recorded coding-agent requests 4.8% part from the saved context within its
     last 256 tokens; two shadows take re-prefill from 1.32× to 1.09× of the ideal.
     ladder_tokens: distance of regular checkpoints, 0 = none.
+    junction_tokens: a checkpoint is placed where a context parts from the saved ones, if it lies at least so many tokens behind
+    the restored one: what changed once (a counter, a timestamp, a list of tools) changes there again. 0 = none.
     boundaries: False places only prompt end, shadows and ladder.
     prefill_us_per_token: what recomputing one token costs; only its ratio to bytes matters.
     half_age_s: age at which a checkpoint's chance of reuse has halved (median idle gap of the same recording: 9.7 s, p90 120
@@ -44,6 +46,7 @@ class Policy:
 
     shadows: tuple[int, ...] = (64, 256)
     ladder_tokens: int = 8192
+    junction_tokens: int = 32
     boundaries: bool = True
     prefill_us_per_token: int = 1000
     half_age_s: int = 120

@@ -25,7 +25,7 @@ from statecache import keys
 from statecache import types as cache_types
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
 from statecache.index.radix import RadixIndex
-from statecache.policy import better_kind
+from statecache.policy import Policy, better_kind
 from statecache.store import Match, StateCache
 from statecache.tiers.ram import RamTier
 from statecache.types import Boundary, BoundaryKind, MarkerTable
@@ -40,10 +40,12 @@ class _Kept:
     """What is to be saved, and was, of one turn.
 
     cuts: boundary by position, of all that are asked for. saved: kind by position, of those that the cache has.
+    parted_at: tokens that the prompt shares with a saved context which goes on otherwise, 0 if there is none.
     unproven: ids of checkpoints placed since logits were last seen to be finite. deepest: position of the deepest new one.
     """
 
     scanner: GeneratedBoundaries | None
+    parted_at: int = 0
     cuts: dict[int, Boundary] = field(default_factory=dict)
     saved: dict[int, BoundaryKind] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
@@ -79,6 +81,8 @@ class StateBridge:
             # read() may fall back to a shorter checkpoint, so everything is told as it is afterwards.
             payload = match.read() if match.position else None
             differs = match.divergence.cause != "none"
+            if match.divergence.cause == "tokens":
+                self._kept[turn.id].parted_at = match.divergence.position
             divergence = match.divergence.position if differs else None
             found = Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)
             if payload is None or payload.position == 0:
@@ -93,8 +97,9 @@ class StateBridge:
         Raises ValueError if the server named a boundary outside of the prompt.
         """
         boundaries = [Boundary(cut.position, cut.kind, cut.item) for cut in turn.start.cuts]
-        cuts = prompt_cuts(boundaries, len(turn.ids), self._cache.policy, after=after)
-        self._kept[turn.id].cuts = {cut.position: cut for cut in cuts}
+        kept = self._kept[turn.id]
+        cuts = prompt_cuts(boundaries, len(turn.ids), self._cache.policy, after=after, parted_at=kept.parted_at)
+        kept.cuts = {cut.position: cut for cut in cuts}
         return tuple(cut.position for cut in cuts)
 
     @contextmanager
@@ -241,7 +246,9 @@ def open_cache(info: ModelInfo, layout: StateLayout, ram_bytes: int) -> StateCac
         rope={name: value for name, value in numerics.items() if name.startswith("rope")},
         numerics={**numerics, "backend": info.backend},
     )
-    return StateCache(namespace, cache_layout, tiers=[RamTier(ram_bytes)], index=RadixIndex())
+    # Reports go to clients: one must not learn from them what another principal has sent.
+    policy = Policy(tell_other_salts=False)
+    return StateCache(namespace, cache_layout, tiers=[RamTier(ram_bytes)], index=RadixIndex(), policy=policy)
 
 
 def _thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:

@@ -43,6 +43,20 @@ def test_only_positions_behind_the_restored_one_are_cut():
     assert cuts([Boundary(500, K.SYSTEM), Boundary(900, K.USER)], 1000, after=900) == [(936, K.SHADOW), (1000, K.PROMPT_END)]
 
 
+def test_a_junction_is_placed_where_it_saves_enough():
+    def junctions(after: int, parted_at: int, policy: Policy | None = None) -> list[int]:
+        found = prompt_cuts([Boundary(500, K.SYSTEM)], 1000, policy or Policy(), after=after, parted_at=parted_at)
+        return [c.position for c in found if c.kind is K.JUNCTION]
+
+    assert junctions(0, 432) == [432]
+    assert junctions(400, 432) == [432]
+    assert junctions(401, 432) == []
+    assert junctions(0, 0) == []
+    assert junctions(0, 1000) == []
+    assert junctions(0, 500) == []  # the boundary there has the better name
+    assert junctions(0, 432, Policy(junction_tokens=0)) == []
+
+
 def test_the_better_kind_names_a_shared_position():
     assert (100, K.SYSTEM) in cuts([Boundary(100, K.SYSTEM), Boundary(100, K.USER)], 164)
     assert cuts([Boundary(100, K.THINK_OPEN), Boundary(164, K.SYSTEM)], 164) == [(100, K.THINK_OPEN), (164, K.SYSTEM)]

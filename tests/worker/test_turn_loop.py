@@ -59,6 +59,16 @@ def test_an_edit_falls_back_to_the_deepest_boundary_below_it() -> None:
     assert h.answer(third) == greedy(edited, 8)
 
 
+def test_what_changes_again_and_again_costs_only_what_is_behind_it() -> None:
+    """A counter in the system text, before any boundary: the place is learned when it has changed once."""
+    h = Harness()
+    turns = [h.turn([*PROMPT[:60], counter, *PROMPT[61:]], cuts=[SYSTEM]) for counter in (2, 3, 4) if h.run() is None]
+    h.run()
+    assert [h.matched(t).position for t in turns] == [0, 0, 60]
+    assert h.matched(turns[2]).kind is BoundaryKind.JUNCTION
+    assert h.answer(turns[2]) == greedy([*PROMPT[:60], 4, *PROMPT[61:]], 8)
+
+
 def test_an_identical_prompt_needs_no_forward_pass() -> None:
     h = Harness()
     first = h.turn(PROMPT)
@@ -201,7 +211,7 @@ def test_another_salt_reuses_nothing() -> None:
     h.run()
     other = h.turn(PROMPT, salt=b"other")
     h.run()
-    assert (h.matched(other).position, h.matched(other).cause) == (0, "salt")
+    assert (h.matched(other).position, h.matched(other).cause) == (0, "cold")
 
 
 def test_impossible_turns_are_refused_by_name() -> None:
