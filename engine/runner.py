@@ -64,6 +64,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     weights = Weights(reader, form.dtype)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
     own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
+    if config.backend == "cpu":
+        own["kernels"] = cpu.isa() if cpu.available() else "torch"
     numerics = {**decoder.spec.numerics, **own}
     decoder = replace(decoder, spec=replace(decoder.spec, numerics=numerics))
     slots: SlotMap | None = None
