@@ -72,11 +72,11 @@ class Contexts:
         a log.
         """
         here = _item_at(rendered, position)
-        told = self._nearest(request.salt, rendered.ids, position)
+        told = self._compared(request, rendered, position)
         if cause != "tokens" or told is None:
             return DivergenceReport(position, here, cause)
         place = _shared(told.ids, rendered.ids)
-        reason = _cause(told, request, rendered, place)
+        reason = _cause(told, request, rendered, place, token_text)
         if reason == "thinking_dropped":
             here = _dropped(request.items, rendered, here)
         if token_text is None:
@@ -87,16 +87,21 @@ class Contexts:
         )
         return DivergenceReport(position, here, reason, before, after)
 
-    def _nearest(self, salt: bytes, ids: np.ndarray, position: int) -> _Told | None:
-        """The context that shares most with these ids; one that does not reach `position` is not what the worker compared."""
+    def _compared(self, request: RenderRequest, rendered: Rendered, position: int) -> _Told | None:
+        """The context that shares most tokens with this one, of those that reach `position`; one that does not is not what the
+        worker compared.
+
+        Before the first item all that begin alike share as much, so there one of the same conversation is preferred.
+        """
         with self._lock:
-            told = [t for t in reversed(self._told.values()) if t.request.salt == salt]
-        best, best_shared = None, -1
-        for one in told:
-            shared = _shared(one.ids, ids)
-            if shared > best_shared:
-                best, best_shared = one, shared
-        return best if best_shared >= position else None
+            told = [t for t in reversed(self._told.values()) if t.request.salt == request.salt]
+        ranked = [(_shared(t.ids, rendered.ids), t) for t in told]
+        if position < _first(rendered):
+            same = [(shared, t) for shared, t in ranked if _same_conversation(t.request, request)]
+            if same:
+                return max(same, key=lambda r: r[0])[1]
+        best = max(ranked, key=lambda r: r[0], default=None)
+        return best[1] if best is not None and best[0] >= position else None
 
 
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
@@ -121,16 +126,33 @@ def _dropped(items: Sequence[Item], rendered: Rendered, here: int) -> int:
     return same[0] if same else here
 
 
-def _cause(told: _Told, request: RenderRequest, rendered: Rendered, place: int) -> str:
-    """appended, system_changed, tools_changed, tools_reordered, thinking_dropped, thinking_changed, thinking_added,
-    tool_output_changed, call_changed, reminder_moved, message_changed, history_replaced or retokenized."""
+def _same_conversation(old: RenderRequest, new: RenderRequest) -> bool:
+    """They have an item in common."""
+    said = {_plain(i) for i in old.items}
+    return any(_plain(i) in said for i in new.items)
+
+
+def _plain(item: Item) -> tuple[str, ...]:
+    """An item without the ids and states that differ between what was sent and what comes back."""
+    names = ("role", "call_id", "name", "text")
+    return (type(item).__name__, *(str(getattr(item, name, "")) for name in names))
+
+
+def _cause(
+    told: _Told,
+    request: RenderRequest,
+    rendered: Rendered,
+    place: int,
+    token_text: Callable[[int], bytes] | None = None,
+) -> str:
+    """One of the causes that docs/protocol.md explains."""
     if place >= len(told.ids):
         return "appended"
     old = told.request
     if _item_at(rendered, place) < 0 and place < _first(rendered):
-        return _head_cause(old, request)
+        return _head_cause(old, request) if _same_conversation(old, request) else "new_context"
     if _in_thinking(told, place):
-        return "thinking_changed" if _opens_thinking(rendered, place) else "thinking_dropped"
+        return "thinking_changed" if _opens_thinking(rendered, place, token_text) else "thinking_dropped"
     if place < len(rendered.ids) and int(rendered.ids[place]) in rendered.markers.think_open:
         return "thinking_added"
     index = _item_at(rendered, place)
@@ -143,7 +165,13 @@ def _cause(told: _Told, request: RenderRequest, rendered: Rendered, place: int) 
             return "history_replaced"
         # Behind the old prompt: the answer's own items came back otherwise than they were sampled.
         return "retokenized" if isinstance(now, Message | Reasoning | FunctionCall | CustomToolCall) else "history_replaced"
-    return _item_cause(was, now)
+    reason = _item_cause(was, now)
+    if reason == "system_changed" and not _same_conversation(old, request):
+        return "new_context"
+    behind = {_plain(i) for i in old.items[index + 1 :]}
+    if reason == "message_changed" and behind and behind.isdisjoint(_plain(i) for i in request.items):
+        return "history_replaced"
+    return reason
 
 
 def _first(rendered: Rendered) -> int:
@@ -170,15 +198,23 @@ def _in_thinking(told: _Told, place: int) -> bool:
     return bool(len(last_open)) and (not len(last_close) or last_open[-1] > last_close[-1])
 
 
-def _opens_thinking(rendered: Rendered, place: int) -> bool:
+def _opens_thinking(rendered: Rendered, place: int, token_text: Callable[[int], bytes] | None) -> bool:
     """The new context has a thinking block there too, with something in it."""
-    markers = rendered.markers
-    head = rendered.ids[: place + 1]
+    markers, ids = rendered.markers, rendered.ids
+    head = ids[: place + 1]
     opens = np.flatnonzero(np.isin(head, np.array(markers.think_open, np.uint32)))
     if not len(opens):
         return False
-    closes = np.flatnonzero(np.isin(head, np.array(markers.think_close, np.uint32)))
-    return not len(closes) or closes[-1] < opens[-1]
+    is_close = np.isin(ids, np.array(markers.think_close, np.uint32))
+    closes = np.flatnonzero(is_close[: place + 1])
+    if len(closes) and closes[-1] > opens[-1] and closes[-1] < place:
+        return False
+    if token_text is None:
+        return True
+    start = int(opens[-1]) + 1
+    after = np.flatnonzero(is_close[start:])
+    end = start + int(after[0]) if len(after) else len(ids)
+    return any(token_text(int(i)).strip() for i in ids[start:end])
 
 
 def _counterpart(now: Item, index: int, old: Sequence[Item]) -> Item | None:

@@ -25,6 +25,7 @@ from agentserve.text.opaque import ContentTable, Document
 from agentserve.text.probe import Traits
 from agentserve.text.template import ChatTemplate
 from agentserve.text.tokenizer import Tokenizer
+from agentserve.text.tool_forms import ToolForms
 from statecache.types import MarkerTable
 
 KEPT_TURNS = 2048
@@ -52,6 +53,7 @@ class Planner:
         self._builder = LayoutBuilder(tokenizer, Grammar(traits.header, frozenset(ends), frozenset(closers)))
         self._call_open = frozenset(markers.call_open)
         self._call_close = frozenset(markers.call_close)
+        self._tool_forms = ToolForms()
         self._own: OrderedDict[bytes, list[Unit]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,7 +73,8 @@ class Planner:
             raise TemplateError("a context without instructions and input has nothing to render")
         if not self.traits.calls and (request.tools or any(m.calls or m.role == "tool" for m in messages)):
             raise TemplateError("the chat template of this model knows no tools")
-        tools = [Document(t, table, -1, "tools") for t in tool_documents(request.tools)]
+        declared = tool_documents(self._tool_forms.first(request.tools, request.salt))
+        tools = [Document(t, table, -1, "tools") for t in declared]
         arguments: dict[str, Any] = {}
         if self.traits.thinking_switch:
             arguments[self.traits.thinking_switch] = request.thinking

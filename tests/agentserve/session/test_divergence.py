@@ -113,9 +113,40 @@ def test_changed_developer_message(family: str):
 def test_compaction(family: str):
     agent = session(family, retain="all")
     agent.items = [user("Summary: it was sunny.")]
-    assert (agent.why().cause, agent.why().item) == ("message_changed", 0)
+    assert (agent.why().cause, agent.why().item) == ("history_replaced", 0)
     agent.items = [answer("Earlier I looked."), user("Go on.")]
     assert agent.why().cause == "history_replaced"
+
+
+@families
+def test_an_edited_message_is_not_a_replaced_history(family: str):
+    agent = session(family, retain="all")
+    agent.items[0] = user("Weather in Rome?")
+    assert (agent.why().cause, agent.why().item) == ("message_changed", 0)
+
+
+@families
+def test_another_conversation_with_other_instructions_is_a_new_context(family: str):
+    agent = session(family, retain="all")
+    agent.request = replace(agent.request, instructions="Be long.")
+    agent.items = [user("What time is it?")]
+    assert (agent.why().cause, agent.why().item) == ("new_context", -1)
+    # Another one in between, which begins like this one: what changed is told by comparing with the own conversation.
+    own = session(family, retain="all")
+    other = watched(family, replace(request(user("What time is it?"), tools=(CLOCK,), instructions="Be kind."), retain="all"))
+    other.contexts = own.contexts
+    other.turn(reasoning="r", text="Noon.")
+    own.request = replace(own.request, instructions="Be kinder.")
+    assert (own.why().cause, own.why().item) == ("system_changed", -1)
+
+
+@families
+def test_emptied_thinking_is_dropped_thinking(family: str):
+    agent = watched(family, request(user("Weather in Paris?"), tools=(WEATHER,)))
+    agent.turn(reasoning="Hm, so.", calls=[("get_weather", {"city": "Paris"})])
+    agent.items = [i for i in agent.items if not isinstance(i, Reasoning)]
+    agent.add(output("call_0", "sunny"))
+    assert agent.why().cause == "thinking_dropped"
 
 
 @families
