@@ -28,8 +28,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Sockets and who may use them.
 
     host: address to listen on; another than loopback needs a token. port 0 = any free one.
-    allowed_hosts: names accepted in `Host` besides loopback ones, without port. allowed_origins: whole origins that browsers
-    may come from, e.g. "http://localhost:3000"; none by default.
+    allowed_hosts: names accepted in `Host` besides loopback ones and `host` itself, without port.
+    allowed_origins: whole origins that browsers may come from, e.g. "http://localhost:3000"; none by default.
     auth "none": no token is asked for; loopback only.
     token: the token itself (better in a file). token_file: where it is read from, generated at first start; default
     `<state_dir>/token`. tokens: further principals, name → token.
@@ -92,12 +92,12 @@ class TurnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Defaults of a turn.
 
     ttft_deadline_s: reported against, enforced only where a turn asks for it. keepalive_s: longest silence before output.
-    max_output_tokens: where the request has none. temperature, top_p: likewise.
+    max_output_tokens: where the request has none; never more than fits into the context. temperature, top_p: likewise.
     """
 
     ttft_deadline_s: Seconds = 30.0
     keepalive_s: Seconds = 2.0
-    max_output_tokens: Count = 4096
+    max_output_tokens: Count = 16_384
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
 

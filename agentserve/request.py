@@ -122,7 +122,8 @@ def accept(
     if len(metadata) > MAX_METADATA:
         raise InvalidValue(f"{len(metadata)} entries, at most {MAX_METADATA} are accepted", "metadata")
     wants_logprobs = bool(create.top_logprobs) or "message.output_text.logprobs" in (create.include or ())
-    key = metadata.get("idempotency_key") or headers.get("idempotency-key")
+    # A socket's headers belong to all of its turns, so that a key there would make every second turn a conflict.
+    key = metadata.get("idempotency_key") or (None if websocket else headers.get("idempotency-key"))
     return TurnRequest(
         id=new_id("resp"),
         principal=principal,
@@ -193,7 +194,10 @@ class Context:
 
 @dataclass(slots=True)
 class LocalResponses:
-    """Responses with `store: false`: kept for the life of one connection, the oldest dropped first."""
+    """Responses with `store: false`: kept for the life of one connection, the oldest dropped first.
+
+    Only what a following turn needs is kept: items and tools, not bodies and token ids.
+    """
 
     limit: int = 256
     _kept: dict[str, StoredResponse] = field(default_factory=dict)
@@ -202,7 +206,7 @@ class LocalResponses:
         return self._kept.get(response_id)
 
     def add(self, response: StoredResponse) -> None:
-        self._kept[response.id] = response
+        self._kept[response.id] = msgspec.structs.replace(response, body=b"", prompt_ids=b"", generated_ids=b"")
         while len(self._kept) > self.limit:
             del self._kept[next(iter(self._kept))]
 

@@ -30,6 +30,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Need no token: they say nothing about anybody. Host and Origin are checked all the same."""
 
+WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+"""Addresses that mean every interface; browsers take some of them for this machine, so they are no good Host."""
+
 
 def principal_named(name: str) -> Principal:
     """The same name has the same salt for ever, also after its token is changed."""
@@ -100,7 +103,8 @@ class Guard:
         self._config = config
         self._tokens = tokens
         self._refused = refused
-        self._hosts = frozenset(h.lower() for h in config.allowed_hosts)
+        own = () if config.host in WILDCARDS else (config.host,)
+        self._hosts = frozenset(h.lower().strip("[]") for h in (*config.allowed_hosts, *own))
         self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,9 +17,9 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from agentserve.config import ServerConfig, load
-from agentserve.errors import ConfigError
+from agentserve.errors import ConfigError, Forbidden
 from agentserve.logs import FORMAT, OneLine
-from agentserve.security import Tokens, load_tokens
+from agentserve.security import Guard, Tokens, load_tokens
 from tests.fakes.canonical import check
 from tests.fakes.server import OTHER_TOKEN, TOKEN, FakeServer, config_for_tests, running
 from tests.fakes.worker import answer, failing
@@ -96,6 +97,25 @@ def test_health_needs_no_token_but_a_good_host(server: FakeServer) -> None:
     assert httpx.get(f"{server.url}/readyz").json()["status"] == "ready"
     assert httpx.get(f"{server.url}/healthz", headers={"Host": "evil.example"}).status_code == 403
     assert httpx.get(f"{server.url}/metrics").status_code == 401
+
+
+def test_the_address_that_is_listened_on_is_a_good_host_but_a_wildcard_is_none() -> None:
+    for host, name, good in (
+        ("192.168.7.7", "192.168.7.7:80", True),
+        ("0.0.0.0", "0.0.0.0:80", False),
+        ("::", "[fe80::1]", False),
+    ):
+        guard = Guard(nobody, ServerConfig(host=host), None)
+        scope = {"type": "http", "path": "/", "headers": [(b"host", name.encode())]}
+        if good:
+            assert guard._admit(scope).id == "default"
+        else:
+            with pytest.raises(Forbidden):
+                guard._admit(scope)
+
+
+async def nobody(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("not reached")
 
 
 def test_two_host_headers_are_refused(server: FakeServer) -> None:

@@ -228,6 +228,16 @@ def test_our_events_come_only_to_a_client_that_asked(server: FakeServer, socket:
     assert server.worker.starts[2].deadline_s is None
 
 
+def test_a_header_of_the_upgrade_asks_for_our_events_on_every_turn(server: FakeServer) -> None:
+    headers = {**AUTH, "agentserve-events": "1", "Idempotency-Key": "of-the-socket"}
+    with connect(server.ws_url, additional_headers=headers) as socket:
+        for text in ("a", "b"):
+            send(socket, input=text)
+            events = until_terminal(socket)
+            check(events)
+            assert any(e["type"] == "agentserve.cache.report" for e in events)
+
+
 def test_steering_is_declined_by_name(socket: ClientConnection) -> None:
     socket.send(json.dumps({"type": "response.steer", "previous_response_id": "resp_x", "input": "stop"}))
     event = json.loads(socket.recv(timeout=10))

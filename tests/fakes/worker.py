@@ -120,9 +120,11 @@ class FakeWorker:
                 if isinstance(step, float | asyncio.Event):
                     wait = asyncio.sleep(step) if isinstance(step, float) else step.wait()
                     tasks = {asyncio.ensure_future(wait), asyncio.ensure_future(stop.wait())}
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    for task in tasks:
-                        task.cancel()
+                    try:
+                        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for task in tasks:
+                            task.cancel()
                 if stop.is_set():
                     ended = True
                     yield finished(start, output, reason="cancelled")
