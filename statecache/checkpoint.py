@@ -26,7 +26,10 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One line of a listing. nbytes: what a restore reads. exclusive_bytes: what its eviction would free. age_s: since used."""
+    """One line of a listing. tier: the fastest that has it; tiers: all, fastest first. age_s: since used.
+
+    nbytes: what a restore reads. exclusive_bytes: what its eviction would free.
+    """
 
     id: str
     position: int
@@ -37,6 +40,7 @@ class CheckpointInfo:
     hits: int
     age_s: float
     pinned: bool
+    tiers: tuple[TierName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,10 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """matches: calls that asked. misses: of these, without any checkpoint. collisions: keys that named two paths (refused)."""
+    """matches: calls that asked. misses: of these, without any checkpoint. collisions: keys that named two paths (refused).
+
+    waiting: checkpoints to be copied to the second tier. dropped: evicted from the first one before that.
+    """
 
     tiers: dict[TierName, TierStats]
     checkpoints: int
@@ -65,6 +72,8 @@ class CacheStats:
     collisions: int
     index_tokens: int
     index_marks: int
+    waiting: int = 0
+    dropped: int = 0
 
 
 @dataclass(slots=True, eq=False)

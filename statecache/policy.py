@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from statecache.types import BoundaryKind
+from statecache.types import Boundary, BoundaryKind
 
 KIND_WEIGHT: dict[BoundaryKind, int] = {
     BoundaryKind.PARTIAL: 1,
@@ -40,8 +41,9 @@ class Policy:
     slack_permille: how much of a tier one eviction round frees beyond what is needed, so that rounds are rare.
     remembered_checkpoints, remembered_tokens: how many evicted checkpoints, and tokens in the whole index, are kept to explain
     later misses.
-    tell_other_salts: report the divergence cause "salt". It tells a principal that another one has used the same tokens, so a
-    server with principals who must not learn that switches it off ("cold" or "tokens" is reported instead).
+    tell_other_salts: report the divergence cause "salt". It tells a principal that another one has used the same tokens, so it
+    is off unless all of them are the same person; "cold" or "tokens" is reported instead.
+    durable_ends: of each turn's checkpoints, how many go to disk beside those that are placed once in a session's life.
     """
 
     shadows: tuple[int, ...] = (64, 256)
@@ -53,9 +55,31 @@ class Policy:
     slack_permille: int = 15
     remembered_checkpoints: int = 4096
     remembered_tokens: int = 16 << 20
-    tell_other_salts: bool = True
+    tell_other_salts: bool = False
+    durable_ends: int = 2
 
 
 def better_kind(a: BoundaryKind, b: BoundaryKind) -> BoundaryKind:
     """The kind that names a position where two boundaries meet; the first one when equal."""
     return b if KIND_WEIGHT[b] > KIND_WEIGHT[a] else a
+
+
+LASTING = frozenset({BoundaryKind.SYSTEM, BoundaryKind.LADDER, BoundaryKind.JUNCTION})
+"""Kinds that are placed once on a stretch of context, not again in each turn."""
+
+
+def worth_disk(placed: Iterable[Boundary], policy: Policy) -> list[Boundary]:
+    """Which checkpoints of one ended turn are written to disk, deepest first, so that one extent covers the turn's blocks.
+
+    All lasting kinds, and the `durable_ends` best of the others, one of a kind: usually the end of the turn, to which the next
+    one appends, and the end of its prompt, to which a retry and a context without the turn's thinking come back.
+    """
+    chosen: list[Boundary] = []
+    ends: dict[BoundaryKind, Boundary] = {}
+    for boundary in sorted(placed, key=lambda b: b.position, reverse=True):
+        if boundary.kind in LASTING:
+            chosen.append(boundary)
+        else:
+            ends.setdefault(boundary.kind, boundary)
+    chosen += sorted(ends.values(), key=lambda b: KIND_WEIGHT[b.kind], reverse=True)[: policy.durable_ends]
+    return sorted(chosen, key=lambda b: b.position, reverse=True)

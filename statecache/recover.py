@@ -1,14 +1,14 @@
 """Reconcile what a durable tier still holds with an empty store at start: rebuild blocks, checkpoints and index from headers.
 
 Everything is derived again: block keys are hashed from the token ids in the headers and must equal the stored ones, and a
-checkpoint counts only when every block before it is there. What belongs to no checkpoint (an interrupted save, a lost block's
-descendants, another namespace) is deleted, so that the bytes counted are the bytes kept.
+checkpoint counts only when every block before it is there. What cannot be read or is foreign is set aside; what belongs to no
+checkpoint (an interrupted save, a lost block's descendants) is deleted; so the bytes counted are the bytes kept.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from statecache.checkpoint import Path, Record
 from statecache.errors import SegmentBad
@@ -18,35 +18,57 @@ from statecache.shelf import Block, Extent, Holding, Shelf
 from statecache.tiers.base import SegmentHeader
 from statecache.types import BLOCK_TOKENS, BoundaryKind
 
-log = logging.getLogger(__name__)
-
 _ID_BYTES = 4 * BLOCK_TOKENS
+PROGRESS_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an index remembers of a segment. nbytes: as the tier charged it. age_s, hits: of a state's use."""
+
+    header: SegmentHeader
+    nbytes: int
+    age_s: float = 0.0
+    hits: int = 0
+
+
+Progress = Callable[[float, str], None]
+"""(fraction done, what) is told while it goes on."""
 
 
 def recover(
-    shelf: Shelf, kept: Residency, namespace: bytes, checkpoint_id: Callable[[Path], str], hash128: Hash128, now: float
+    shelf: Shelf,
+    kept: Residency,
+    namespace: bytes,
+    checkpoint_id: Callable[[Path], str],
+    hash128: Hash128,
+    now: float,
+    *,
+    known: Mapping[bytes, Known] | None = None,
+    progress: Progress | None = None,
 ) -> int:
-    """Adopt the segments of a tier that no record knows yet. Returns the number of checkpoints found."""
-    headers: dict[bytes, SegmentHeader] = {}
-    for key in list(shelf.tier.keys()):
-        try:
-            headers[key] = shelf.tier.header(key)
-        except SegmentBad as error:
-            log.warning("segment not recovered tier=%s reason=%s", shelf.tier.name, error.reason)
+    """Adopt the segments of a tier that no record knows yet. Returns the number of checkpoints found.
+
+    known: what an index remembers; a segment that still has the remembered size is not opened. A bad one is set aside.
+    """
+    headers = _headers(shelf, namespace, known or {}, progress)
     salts: dict[bytes, bytes] = {}
     adopted: set[bytes] = set()
-    by_start = sorted((h.start, key) for key, h in headers.items() if h.what == "extent" and h.namespace == namespace)
+    by_start = sorted((h.start, key) for key, h in headers.items() if h.what == "extent")
     for _, key in by_start:
         if _adopt_extent(shelf, key, headers[key], salts, hash128):
             adopted.add(key)
     found = 0
     for key, header in headers.items():
-        if header.what == "state" and header.namespace == namespace:
+        if header.what == "state":
             record = _adopt_state(shelf, kept, key, header, salts, checkpoint_id, now)
             if record is not None:
                 found += 1
                 adopted.add(key)
                 adopted |= _adopt_logits(shelf, record, headers)
+                memory = known.get(key) if known else None
+                if memory is not None:
+                    record.hits, record.used_at = memory.hits, now - memory.age_s
     for extent in {block.extent for block in shelf.blocks.values()}:
         if extent.live == 0:
             adopted.discard(extent.key)
@@ -56,6 +78,31 @@ def recover(
         if key not in adopted:
             shelf.tier.delete(key)
     return found
+
+
+def _headers(
+    shelf: Shelf, namespace: bytes, known: Mapping[bytes, Known], progress: Progress | None
+) -> dict[bytes, SegmentHeader]:
+    """Of every segment of this namespace that is there and sound; the others are set aside."""
+    tier, headers = shelf.tier, dict[bytes, SegmentHeader]()
+    sizes = tier.sizes()
+    for number, (key, size) in enumerate(sizes.items()):
+        if progress is not None and number % PROGRESS_EVERY == 0:
+            progress(number / len(sizes), "looking through saved states")
+        memory = known.get(key)
+        try:
+            if memory is not None and memory.nbytes == size:
+                header = memory.header
+            else:
+                header = tier.header(key)
+            if header.namespace != namespace:
+                raise SegmentBad(tier.name, key, "other namespace")
+        except SegmentBad as error:
+            shelf.quarantined += 1
+            tier.set_aside(key, error.reason)
+        else:
+            headers[key] = header
+    return headers
 
 
 def _adopt_extent(shelf: Shelf, key: bytes, header: SegmentHeader, salts: dict[bytes, bytes], hash128: Hash128) -> bool:

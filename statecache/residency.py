@@ -7,29 +7,57 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from statecache.checkpoint import Path, Record
+from statecache.blocks import Block, Draft
+from statecache.checkpoint import CheckpointInfo, Path, Record
 from statecache.errors import SegmentBad, TierError, TierFull
 from statecache.eviction import Candidate, eviction_order
 from statecache.index.base import Index
 from statecache.policy import Policy
-from statecache.shelf import Block, Shelf
-from statecache.types import BLOCK_TOKENS, Payload
+from statecache.shelf import Shelf
+from statecache.types import BLOCK_TOKENS, Payload, TierName
 
 log = logging.getLogger(__name__)
 
 
-class Residency:
-    """Committed records and their places. shelves: fastest first; a victim moves to the next, out of the last it is gone."""
+@dataclass
+class Copy:
+    """A checkpoint on its way down. payload: views of the upper shelf's bytes, good while the record is in use."""
 
-    def __init__(self, shelves: Sequence[Shelf], index: Index, policy: Policy, clock: Callable[[], float]) -> None:
+    record: Record
+    draft: Draft
+    payload: Payload
+
+
+class Residency:
+    """Committed records and their places. shelves: fastest first; a victim moves to the next, out of the last it is gone.
+
+    write_behind: victims are not moved, and new checkpoints go to the first shelf or nowhere, because only whoever takes copies
+    one by one (begin_copy … end_copy) writes below it. Victims that still wait for that are taken last.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        index: Index,
+        policy: Policy,
+        clock: Callable[[], float],
+        *,
+        write_behind: bool = False,
+    ) -> None:
         self.shelves = list(shelves)
         self.index = index
         self.policy = policy
         self.clock = clock
         self.records: dict[str, Record] = {}
         self.sessions: dict[str, dict[str, None]] = {}
+        self.waiting: OrderedDict[str, None] = OrderedDict()
+        """Ids to be copied down, in this order."""
+        self.dropped = 0
+        """Victims that were gone before they could be copied."""
+        self._write_behind = write_behind
         self._evicted: OrderedDict[str, None] = OrderedDict()  # marks left in the index to explain misses, oldest first
 
     def shelf_of(self, record: Record) -> Shelf | None:
@@ -38,10 +66,10 @@ class Residency:
 
     def target(self, position: int) -> Shelf:
         """Where a new checkpoint goes: the fastest shelf whose whole budget can hold its prefix and state."""
-        for shelf in self.shelves:
+        for shelf in self.shelves[:1] if self._write_behind else self.shelves:
             if shelf.context_bytes(position) <= shelf.tier.budget_bytes:
                 return shelf
-        return self.shelves[-1]
+        return self.shelves[0 if self._write_behind else -1]
 
     def is_as_fast(self, shelf: Shelf, other: Shelf) -> bool:
         return self.shelves.index(shelf) <= self.shelves.index(other)
@@ -65,6 +93,22 @@ class Residency:
             self.index.add(path.salt, path.ids, path.keys, record.id)
         self.records[record.id] = record
         self._evicted.pop(record.id, None)
+
+    def describe(self, record: Record) -> CheckpointInfo:
+        places = [shelf for shelf in self.shelves if record.id in shelf.holdings]
+        tiers: tuple[TierName, ...] = tuple(shelf.tier.name for shelf in places)
+        return CheckpointInfo(
+            id=record.id,
+            position=record.position,
+            kind=record.kind,
+            tier=tiers[0],
+            nbytes=places[0].context_bytes(record.position),
+            exclusive_bytes=places[0].exclusive_bytes(record),
+            hits=record.hits,
+            age_s=max(0.0, self.clock() - record.used_at),
+            pinned=bool(record.pins),
+            tiers=tiers,
+        )
 
     def join(self, record: Record, session: str) -> None:
         """List a record under a session; "" is no session."""
@@ -99,29 +143,83 @@ class Residency:
         if needed > tier.budget_bytes:
             raise TierFull(tier.name, needed, tier.budget_bytes)
         target = max(0, tier.budget_bytes - needed - tier.budget_bytes * self.policy.slack_permille // 1000)
-        for checkpoint_id in eviction_order(self._candidates(shelf), self.policy):
+        order = eviction_order(self._candidates(shelf), self.policy)
+        if self._write_behind and shelf is self.shelves[0]:
+            order.sort(key=lambda checkpoint_id: checkpoint_id in self.waiting)
+        for checkpoint_id in order:
             if tier.used_bytes <= target:
                 break
             self._evict_from(shelf, self.records[checkpoint_id])
         if tier.used_bytes + needed > tier.budget_bytes:
             raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
 
-    def write_back(self, max_bytes: int) -> int:
-        """Copy checkpoints that are on the first shelf only to the next one, most recently used first; bytes charged there."""
-        written = 0
-        upper, lower = self.shelves[0], self.shelves[1:2]
-        if not lower:
-            return 0
-        waiting = [r for r in self.records.values() if r.id in upper.holdings and r.id not in lower[0].holdings]
-        for record in sorted(waiting, key=lambda r: r.used_at, reverse=True):
-            if written >= max_bytes:
-                break
+    # ── copying down ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def want(self, checkpoint_ids: Iterable[str]) -> None:
+        """Let these be copied to the next shelf, in this order after those that wait already."""
+        if len(self.shelves) < 2:
+            return
+        for checkpoint_id in checkpoint_ids:
+            if checkpoint_id in self.shelves[0].holdings and not self._is_below(checkpoint_id):
+                self.waiting.setdefault(checkpoint_id)
+
+    def want_all(self) -> None:
+        """Everything that only the first shelf has, most recently used first."""
+        upper = [self.records[i] for i in self.shelves[0].holdings]
+        self.want(r.id for r in sorted(upper, key=lambda r: (r.used_at, r.position), reverse=True))
+
+    def begin_copy(self) -> Copy | None:
+        """Take the next that waits and make room for it; None when none is left. Ends with end_copy().
+
+        Raises TierError when it has to be given up; then it does not wait any more.
+        """
+        while self.waiting:
+            record = self.records.get(self.waiting.popitem(last=False)[0])
+            if record is None or record.id not in self.shelves[0].holdings:
+                continue
+            upper, lower = self.shelves[0], self.shelves[1]
+            path = upper.path(record)
             record.in_use += 1
             try:
-                written += self._demote(record, upper, lower[0])
-            finally:
+                tail, stored = lower.stored_blocks(path, self.known_block(lower, path))
+                if record.id in lower.holdings and not self._lacks_logits(record, lower):
+                    record.in_use -= 1
+                    continue
+                payload = upper.read(record, path, first_block=stored)
+                lower.hold(tail)
+                try:
+                    self.make_room(lower, lower.cost(record, path, stored, payload))
+                    return Copy(record, lower.draft(record, path, tail), payload)
+                finally:
+                    lower.drop(tail)
+            except SegmentBad as error:
                 record.in_use -= 1
-        return written
+                self.quarantine(upper, error)
+            except TierError:
+                record.in_use -= 1
+                lower.refused += 1
+                raise
+        return None
+
+    def end_copy(self, copy: Copy, *, stored: bool) -> int:
+        """stored: whether Shelf.store() succeeded. Returns bytes charged."""
+        copy.record.in_use -= 1
+        lower = self.shelves[1]
+        if not stored:
+            lower.abandon(copy.draft)
+            lower.refused += 1
+            return 0
+        return lower.adopt(copy.draft)
+
+    def _is_below(self, checkpoint_id: str) -> bool:
+        record, lower = self.records[checkpoint_id], self.shelves[1]
+        return checkpoint_id in lower.holdings and not self._lacks_logits(record, lower)
+
+    def _lacks_logits(self, record: Record, lower: Shelf) -> bool:
+        upper = self.shelves[0].holdings.get(record.id)
+        return upper is not None and upper.logits_key is not None and lower.holdings[record.id].logits_key is None
+
+    # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def evict(self, record: Record) -> None:
         """Take a record off every shelf."""
@@ -136,6 +234,7 @@ class Residency:
         broken = [r for r in self.records.values() if shelf.depends_on(r, error.key)]
         log.warning("segment quarantined tier=%s reason=%s checkpoints=%d", shelf.tier.name, error.reason, len(broken))
         shelf.quarantined += 1
+        shelf.tier.set_aside(error.key, error.reason)
         for record in broken:
             shelf.remove(record)
             if self.shelf_of(record) is None:
@@ -167,7 +266,10 @@ class Residency:
         """Take a record off a shelf; it moves to the next tier when there is one with room."""
         lower = self.shelves[self.shelves.index(shelf) + 1 :]
         if lower and record.id not in lower[0].holdings:
-            self._demote(record, shelf, lower[0])
+            if not self._write_behind:
+                self._demote(record, shelf, lower[0])
+            elif self.waiting.pop(record.id, self) is None:
+                self.dropped += 1
         shelf.remove(record)
         shelf.evictions += 1
         if self.shelf_of(record) is None:
@@ -187,6 +289,7 @@ class Residency:
     def _gone(self, record: Record, *, remember: bool) -> None:
         """A record has left its last shelf. Its tokens stay in the index for a while if `remember`."""
         del self.records[record.id]
+        self.waiting.pop(record.id, None)
         for session in record.sessions:
             ids = self.sessions[session]
             del ids[record.id]

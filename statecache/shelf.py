@@ -2,7 +2,7 @@
 
 A shelf is complete in itself: every checkpoint on it finds all its blocks on the same shelf. Blocks form chains by parent and
 are reference-counted; a state holds the last full block before it, a block holds its parent. Decides nothing: see store.py for
-what is put and evicted. Not thread-safe except for `read`.
+what is put and evicted. Not thread-safe except for `read` and `store`.
 """
 
 from __future__ import annotations
@@ -11,53 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from statecache.blocks import Block, Draft, Extent, Holding
 from statecache.checkpoint import Path, Record, TierStats, rows_between
 from statecache.errors import Collision, SegmentBad
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
-
-
-class Extent:
-    """A segment of consecutive blocks. live: how many of its blocks are needed; at 0 it is deleted."""
-
-    __slots__ = ("blocks", "key", "live", "nbytes")
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.blocks: list[Block] = []
-        self.live = 0
-        self.nbytes = 0
-
-
-class Block:
-    """64 tokens of KV. refs: needed child blocks + states that end here; 0 = only its extent keeps it."""
-
-    __slots__ = ("extent", "ids", "index", "key", "parent", "refs")
-
-    def __init__(self, key: bytes, parent: Block | None, index: int, ids: bytes, extent: Extent) -> None:
-        self.key = key
-        self.parent = parent
-        self.index = index
-        self.ids = ids
-        self.extent = extent
-        self.refs = 0
-
-
-class Holding:
-    """What a shelf has of one checkpoint beside its blocks."""
-
-    __slots__ = ("logits_bytes", "logits_key", "state_bytes", "state_key", "tail")
-
-    def __init__(self, tail: Block | None, state_key: bytes, state_bytes: int) -> None:
-        self.tail = tail
-        self.state_key = state_key
-        self.state_bytes = state_bytes
-        self.logits_key: bytes | None = None
-        self.logits_bytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.state_bytes + self.logits_bytes
 
 
 class Shelf:
@@ -142,64 +100,101 @@ class Shelf:
 
     def cost(self, record: Record, path: Path, stored: int, payload: Payload) -> int:
         """Bytes that write() will charge when `stored` leading blocks are here."""
-        total = 0
+        total = 0 if payload.logits is None else self.logits_cost(record, path, payload.logits)
+        if record.id in self.holdings:
+            return total
         for first, end in self._extents(path, stored):
             header = self._extent_header(path, first, end)
             total += self.tier.cost(header, {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes})
         sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
-        total += self.tier.cost(self._state_header(path, "state", record), sizes)
-        if payload.logits is not None:
-            total += self.logits_cost(record, path, payload.logits)
-        return total
+        return total + self.tier.cost(self._state_header(path, "state", record), sizes)
 
     def logits_cost(self, record: Record, path: Path, logits: np.ndarray) -> int:
         return self.tier.cost(self._state_header(path, "logits", record), {"logits": 4 * logits.size})
 
     def write(self, record: Record, path: Path, payload: Payload, tail: Block | None) -> int:
-        """Store what is missing of the checkpoint: extents in rising order, then state, then logits. Returns bytes charged.
+        """Store what is missing of the checkpoint; bytes charged. On any error nothing of it is left.
 
-        tail: the last of the path's blocks that are here, as stored_blocks() found it.
-        On any TierError what was written is taken back. Raises PayloadMismatch when the payload lacks rows that are missing
-        here.
+        tail: the last of the path's blocks that are here, as stored_blocks() found it. Raises TierError, and PayloadMismatch
+        when the payload lacks rows that are missing here.
         """
-        stored = tail.index + 1 if tail else 0
-        self.hold(tail)
-        written = 0
-        state_key = b"s" + bytes.fromhex(record.id)
+        draft = self.draft(record, path, tail)
         try:
-            for first, end in self._extents(path, stored):
-                keys = [path.key(index) for index in range(first, end)]
-                if len(set(keys)) < len(keys) or not self.blocks.keys().isdisjoint(keys):
-                    raise Collision(f"a key of blocks {first}…{end - 1} names two paths")
-                extent = Extent(b"x" + keys[-1])
-                rows = rows_between(payload, first * BLOCK_TOKENS, end * BLOCK_TOKENS)
-                extent.nbytes = self.tier.put(extent.key, self._extent_header(path, first, end), {"kv": rows})
-                written += extent.nbytes
-                for index, key in enumerate(keys, first):
-                    block = Block(key, tail, index, path.block_ids(index, index + 1), extent)
-                    extent.blocks.append(block)
-                    self.blocks[key] = block
-                    self.hold(block)
-                    self.drop(tail)
-                    tail = block
-            state_bytes = self.tier.put(state_key, self._state_header(path, "state", record), self._state_parts(path, payload))
-            written += state_bytes
-            holding = Holding(tail, state_key, state_bytes)
-            if payload.logits is not None:
-                written += self._write_logits(holding, record, path, payload.logits)
+            self.store(draft, payload)
         except BaseException:
-            self.tier.delete(state_key)
-            self.drop(tail)
+            self.abandon(draft)
             raise
-        self.holdings[record.id] = holding
-        self.written_bytes += written
-        return written
+        return self.adopt(draft)
+
+    def draft(self, record: Record, path: Path, tail: Block | None) -> Draft:
+        """First of three steps of write(): decide what is missing, and keep what it builds on. Raises Collision.
+
+        The draft ends with adopt() or abandon(); until then nothing else may be written here, only read and removed.
+        """
+        first_new = tail.index + 1 if tail else 0
+        keys = [path.key(index) for index in range(first_new, path.blocks)]
+        if len(set(keys)) < len(keys) or not self.blocks.keys().isdisjoint(keys):
+            raise Collision(f"a key of blocks {first_new}…{path.blocks - 1} names two paths")
+        self.hold(tail)
+        extents = [(first, end, b"x" + path.key(end - 1)) for first, end in self._extents(path, first_new)]
+        return Draft(record, path, tail, extents, record.id in self.holdings)
+
+    def store(self, draft: Draft, payload: Payload) -> None:
+        """Second step: extents in rising order, then state, then logits. Takes back what it wrote on any error.
+
+        Touches the tier only, so it needs no lock.
+        """
+        record, path = draft.record, draft.path
+        state_key, logits_key = _segment_keys(record)
+        try:
+            for first, end, key in draft.extents:
+                rows = rows_between(payload, first * BLOCK_TOKENS, end * BLOCK_TOKENS)
+                draft.stored[key] = self.tier.put(key, self._extent_header(path, first, end), {"kv": rows})
+            if not draft.logits_only:
+                header = self._state_header(path, "state", record)
+                draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload))
+            if payload.logits is not None:
+                draft.stored[logits_key] = self._put_logits(record, path, payload.logits)
+        except BaseException:
+            self._take_back(draft)
+            raise
+
+    def adopt(self, draft: Draft) -> int:
+        """Third step: what was stored counts from now on. Returns bytes charged."""
+        path, tail = draft.path, draft.tail
+        for first, end, key in draft.extents:
+            extent = Extent(key)
+            extent.nbytes = draft.stored[key]
+            for index in range(first, end):
+                block = Block(path.key(index), tail, index, path.block_ids(index, index + 1), extent)
+                extent.blocks.append(block)
+                self.blocks[block.key] = block
+                self.hold(block)
+                self.drop(tail)
+                tail = block
+        state_key, logits_key = _segment_keys(draft.record)
+        if draft.logits_only:
+            holding = self.holdings[draft.record.id]
+            self.drop(tail)
+        else:
+            holding = self.holdings[draft.record.id] = Holding(tail, state_key, draft.stored[state_key])
+        if logits_key in draft.stored:
+            holding.logits_key, holding.logits_bytes = logits_key, draft.stored[logits_key]
+        self.written_bytes += draft.written
+        return draft.written
+
+    def abandon(self, draft: Draft) -> None:
+        """Instead of adopt()."""
+        self._take_back(draft)
+        self.drop(draft.tail)
 
     def write_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
         """Add final logits to a checkpoint that has none. Returns bytes charged."""
-        written = self._write_logits(self.holdings[record.id], record, path, logits)
-        self.written_bytes += written
-        return written
+        holding = self.holdings[record.id]
+        holding.logits_bytes = self._put_logits(record, path, logits)
+        holding.logits_key = _segment_keys(record)[1]
+        self.written_bytes += holding.logits_bytes
+        return holding.logits_bytes
 
     def remove(self, record: Record) -> None:
         """Take the record off this shelf and free what nothing else needs."""
@@ -243,7 +238,7 @@ class Shelf:
         """
         holding = self.holdings.get(record.id)
         if holding is None:
-            raise SegmentBad(self.tier.name, b"s" + bytes.fromhex(record.id), "no longer here")
+            raise SegmentBad(self.tier.name, _segment_keys(record)[0], "no longer here")
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
         runs: list[KvRun] = []
@@ -335,9 +330,17 @@ class Shelf:
             parts[f"state.{name}"] = payload.state[name]
         return parts
 
-    def _write_logits(self, holding: Holding, record: Record, path: Path, logits: np.ndarray) -> int:
-        key = b"l" + bytes.fromhex(record.id)
+    def _put_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
         data = np.ascontiguousarray(logits, dtype="<f4").view(np.uint8)
-        holding.logits_bytes = self.tier.put(key, self._state_header(path, "logits", record), {"logits": data})
-        holding.logits_key = key
-        return holding.logits_bytes
+        return self.tier.put(_segment_keys(record)[1], self._state_header(path, "logits", record), {"logits": data})
+
+    def _take_back(self, draft: Draft) -> None:
+        for key in reversed(draft.stored):
+            self.tier.delete(key)
+        draft.stored.clear()
+
+
+def _segment_keys(record: Record) -> tuple[bytes, bytes]:
+    """(state, logits)"""
+    name = bytes.fromhex(record.id)
+    return b"s" + name, b"l" + name

@@ -11,64 +11,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats, validate
-from statecache.errors import Collision, PayloadMismatch, SegmentBad, TierError
+from statecache.errors import Collision, PayloadMismatch, SegmentBad, TierError, TierFailed
 from statecache.index.base import Index, Walk
 from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes, xxh3_128
+from statecache.match import Match
 from statecache.policy import Policy, better_kind
-from statecache.recover import recover
+from statecache.recover import Known, Progress, recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.tiers.base import Tier
-from statecache.types import BLOCK_TOKENS, Boundary, BoundaryKind, Divergence, Layout, Payload, TierName
+from statecache.types import BLOCK_TOKENS, Boundary, Divergence, Layout, Payload, TierName
 
 log = logging.getLogger(__name__)
-
-
-class Match:
-    """The longest usable checkpoint of a context, pinned until release(). A context manager.
-
-    position 0: nothing was found (checkpoint_id, kind and tier are None). read() may lower `position` and replace the other
-    fields when the checkpoint turns out bad. Use one Match from one thread.
-    """
-
-    def __init__(self, cache: StateCache, ids: bytes, salt: bytes, session: str, divergence: Divergence) -> None:
-        self._cache = cache
-        self._ids = ids
-        self._salt = salt
-        self._session = session
-        self._record: Record | None = None
-        self.divergence = divergence
-        self.position = 0
-        self.checkpoint_id: str | None = None
-        self.kind: BoundaryKind | None = None
-        self.tier: TierName | None = None
-        self.nbytes = 0
-        """Bytes that read() will deliver; what a restore costs."""
-
-    def read(self, kv_out: np.ndarray | None = None) -> Payload:
-        """The checkpoint's bytes, verified. Arrays are read-only and valid after release().
-
-        kv_out: uint8 [≥ position, kv_token_bytes] to read the KV rows into; the payload then has one run, a view of it. Without
-        it there is one run per stored extent. A bad component quarantines the checkpoint and the next shorter one is read
-        instead; when none is left the payload is empty at position 0. So look at `payload.position`.
-        """
-        return self._cache._read(self, kv_out)
-
-    def release(self) -> None:
-        """Unpin. Does nothing the second time."""
-        self._cache._release(self)
-
-    def __enter__(self) -> Match:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
 
 
 class StateCache:
@@ -77,6 +37,8 @@ class StateCache:
     New checkpoints go to the first tier that can hold their whole prefix; what is evicted from a tier moves to the next one,
     out of the last one it is gone.
 
+    write_behind: nobody waits for a lower tier. Saves end in the first one; copy_one(), called by a background thread, brings
+    what want() names to the next; a victim of the first tier that nobody copied in time is gone.
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
 
@@ -90,6 +52,7 @@ class StateCache:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
         hash128: Hash128 = xxh3_128,
+        write_behind: bool = False,
     ) -> None:
         if not tiers:
             raise ValueError("a state cache needs at least one tier")
@@ -100,7 +63,10 @@ class StateCache:
         self._clock = clock
         self._hash128 = hash128
         self._lock = threading.RLock()
-        self._kept = Residency([Shelf(tier, layout) for tier in tiers], index, self.policy, clock)
+        self._copying = threading.RLock()
+        self._write_behind = write_behind
+        shelves = [Shelf(tier, layout) for tier in tiers]
+        self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
         self._matches = self._misses = self._matched_tokens = self._asked_tokens = self._collisions = 0
 
     # ── match ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,18 +158,8 @@ class StateCache:
         """What a session placed or used (None: everything), by rising position."""
         with self._lock:
             ids = list(self._kept.records) if session is None else list(self._kept.sessions.get(session, ()))
-            now = self._clock()
-            infos: list[CheckpointInfo] = []
-            for record in sorted((self._kept.records[i] for i in ids), key=lambda r: (r.position, r.id)):
-                shelf = self._kept.shelf_of(record)
-                assert shelf is not None
-                nbytes, exclusive = shelf.context_bytes(record.position), shelf.exclusive_bytes(record)
-                age_s, pinned = max(0.0, now - record.used_at), bool(record.pins)
-                tier = shelf.tier.name
-                infos.append(
-                    CheckpointInfo(record.id, record.position, record.kind, tier, nbytes, exclusive, record.hits, age_s, pinned)
-                )
-            return infos
+            records = sorted((self._kept.records[i] for i in ids), key=lambda r: (r.position, r.id))
+            return [self._kept.describe(record) for record in records]
 
     def forget(self, session: str) -> None:
         """Drop a session's pins and its list; its checkpoints stay for others until evicted. Unknown sessions are ignored."""
@@ -242,6 +198,8 @@ class StateCache:
                 self._collisions,
                 self._index.tokens,
                 len(self._index),
+                len(self._kept.waiting),
+                self._kept.dropped,
             )
 
     def evict(self, checkpoint_id: str) -> bool:
@@ -255,23 +213,72 @@ class StateCache:
 
     # ── durability ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def recover(self) -> int:
-        """Find the checkpoints that the tiers still hold from before a restart; their number. Call it once, first of all."""
+    def recover(self, known: Mapping[bytes, Known] | None = None, progress: Progress | None = None) -> int:
+        """Find the checkpoints that the tiers still hold from before a restart; their number. Call it once, first of all.
+
+        known, progress: see statecache.recover. A bad segment is set aside and never an error.
+        """
         with self._lock:
             if self._kept.records:
                 raise RuntimeError("recover() after checkpoints were put")
-            now = self._clock()
             for shelf in self._kept.shelves:
-                recover(shelf, self._kept, self.namespace, self._id, self._hash128, now)
+                arguments = (shelf, self._kept, self.namespace, self._id, self._hash128, self._clock())
+                recover(*arguments, known=known, progress=progress)
             return len(self._kept.records)
+
+    def want(self, checkpoint_ids: Iterable[str]) -> None:
+        """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored."""
+        with self._lock:
+            self._kept.want(checkpoint_ids)
+
+    def want_all(self) -> None:
+        """Everything that only the first tier has, newest first."""
+        with self._lock:
+            self._kept.want_all()
+
+    def copy_one(self) -> int | None:
+        """Bring the next wanted checkpoint to the second tier: bytes written, None when none is wanted any more.
+
+        The bytes are written without the lock, so matches and saves go on. Raises TierError; that checkpoint is then not wanted
+        any more, after TierFailed it is again.
+        """
+        with self._copying, self._lock if not self._write_behind else nullcontext():
+            with self._lock:
+                copy = self._kept.begin_copy()
+            if copy is None:
+                return None
+            stored = False
+            try:
+                self._kept.shelves[1].store(copy.draft, copy.payload)
+                stored = True
+            except TierFailed:
+                with self._lock:
+                    self._kept.waiting[copy.record.id] = None
+                raise
+            finally:
+                with self._lock:
+                    written = self._kept.end_copy(copy, stored=stored)
+            return written
 
     def write_back(self, max_bytes: int = 1 << 62) -> int:
         """Copy what only the first tier has to the next one, newest first, about `max_bytes` of it; bytes written.
 
-        Evicted checkpoints move down by themselves; this makes the others survive a restart. Call it between turns and at exit.
+        Evicted checkpoints move down by themselves unless write_behind; this makes the others survive a restart.
         """
-        with self._lock:
-            return self._kept.write_back(max_bytes)
+        self.want_all()
+        written = 0
+        while written < max_bytes:
+            try:
+                count = self.copy_one()
+            except TierError as error:
+                log.info("checkpoint not copied reason=%s", error)
+                if isinstance(error, TierFailed):
+                    break
+                continue
+            if count is None:
+                break
+            written += count
+        return written
 
     # ── matching, inside ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,31 +316,33 @@ class StateCache:
         record.hits += 1
         record.used_at = self._clock()
         shelf.hits += 1
-        self._kept.join(record, match._session)
-        match._record = record
+        self._kept.join(record, match.session)
+        match.record = record
         match.position = record.position
         match.checkpoint_id = record.id
         match.kind = record.kind
         match.tier = shelf.tier.name
         match.nbytes = shelf.context_bytes(record.position)
 
-    def _release(self, match: Match) -> None:
+    def release_match(self, match: Match) -> None:
+        """See Match.release."""
         with self._lock:
-            if match._record is not None:
-                match._record.in_use -= 1
-                match._record = None
+            if match.record is not None:
+                match.record.in_use -= 1
+                match.record = None
 
-    def _read(self, match: Match, kv_out: np.ndarray | None) -> Payload:
+    def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload:
+        """See Match.read."""
         while True:
-            record = match._record
+            record = match.record
             if record is None:
                 if match.position:
                     raise RuntimeError("read() of a released match")
                 return Payload(0, (), {}, None)
             with self._lock:
                 shelf = self._kept.shelf_of(record)
-                ids = match._ids[: 4 * record.position]
-                path = Path(self.namespace, match._salt, ids, b"")
+                ids = match.ids[: 4 * record.position]
+                path = Path(self.namespace, match.salt, ids, b"")
             if shelf is None:  # it was bad in every tier
                 with self._lock:
                     self._fall_back(match, record)
@@ -345,11 +354,11 @@ class StateCache:
                     self._kept.quarantine(shelf, error)
 
     def _fall_back(self, match: Match, record: Record) -> None:
-        self._release(match)
+        self.release_match(match)
         match.position = match.nbytes = 0
         match.checkpoint_id = match.kind = match.tier = None
-        walk = self._index.walk(match._salt, match._ids)
-        shorter, _ = self._deepest(walk, len(match._ids) // 4, record.position - 1)
+        walk = self._index.walk(match.salt, match.ids)
+        shorter, _ = self._deepest(walk, len(match.ids) // 4, record.position - 1)
         if shorter is not None:
             self._attach(match, shorter)
 

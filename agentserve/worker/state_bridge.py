@@ -10,7 +10,7 @@ turn_loop.py calls it at the moments of a turn's life. Rules kept here:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,10 +24,9 @@ from engine.types import CutReached, HoldId, KvRun, ModelInfo, StateLayout, Stat
 from statecache import keys
 from statecache import types as cache_types
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
-from statecache.index.radix import RadixIndex
-from statecache.policy import Policy, better_kind
-from statecache.store import Match, StateCache
-from statecache.tiers.ram import RamTier
+from statecache.match import Match
+from statecache.policy import better_kind, worth_disk
+from statecache.store import StateCache
 from statecache.types import Boundary, BoundaryKind, MarkerTable
 
 log = logging.getLogger(__name__)
@@ -40,6 +39,7 @@ class _Kept:
     """What is to be saved, and was, of one turn.
 
     cuts: boundary by position, of all that are asked for. saved: kind by position, of those that the cache has.
+    placed: ids of the same.
     parted_at: tokens that the prompt shares with a saved context which goes on otherwise, 0 if there is none.
     unproven: ids of checkpoints placed since logits were last seen to be finite. deepest: position of the deepest new one.
     """
@@ -48,6 +48,7 @@ class _Kept:
     parted_at: int = 0
     cuts: dict[int, Boundary] = field(default_factory=dict)
     saved: dict[int, BoundaryKind] = field(default_factory=dict)
+    placed: dict[int, str] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
     deepest: int = 0
 
@@ -55,9 +56,13 @@ class _Kept:
 class StateBridge:
     """One engine and one cache. Every call belongs to a turn between `find` and `close`, except the lists at the end."""
 
-    def __init__(self, engine: EnginePort, cache: StateCache) -> None:
+    def __init__(
+        self, engine: EnginePort, cache: StateCache, keep: Callable[[Sequence[str]], None] = lambda checkpoint_ids: None
+    ) -> None:
+        """keep(ids): told which checkpoints of an ended turn should outlive the process; must return at once."""
         self._engine = engine
         self._cache = cache
+        self._keep = keep
         self._kept: dict[str, _Kept] = {}
         self._pins = 0
         self.cache_errors = 0
@@ -151,6 +156,7 @@ class StateBridge:
                 log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, position, result.reason)
                 return None
             kept.saved[position] = kind
+            kept.placed[position] = result.checkpoint_id
             if not result.existed:
                 kept.unproven.append(result.checkpoint_id)
                 # Rows below were there, or came with an earlier checkpoint of this turn; blocks in part are stored again.
@@ -183,7 +189,12 @@ class StateBridge:
                 self._cache.evict(checkpoint_id)
 
     def close(self, turn: TurnRecord) -> None:
-        self._kept.pop(turn.id, None)
+        kept = self._kept.pop(turn.id, None)
+        if kept is None or not kept.placed:
+            return
+        with self._cache_may_fail("keep"):
+            placed = [Boundary(position, kind) for position, kind in kept.saved.items()]
+            self._keep([kept.placed[b.position] for b in worth_disk(placed, self._cache.policy)])
 
     # ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,6 +209,8 @@ class StateBridge:
                     bytes=info.nbytes,
                     hits=info.hits,
                     age_s=info.age_s,
+                    tiers=info.tiers,
+                    pinned=info.pinned,
                 )
                 for info in self._cache.checkpoints(session)
             )
@@ -217,7 +230,15 @@ class StateBridge:
         with self._cache_may_fail("stats"):
             stats = self._cache.stats()
             counters |= {"cache_matches": stats.matches, "cache_misses": stats.misses}
-            counters |= {f"{name}_evictions": tier.evictions for name, tier in stats.tiers.items()}
+            counters |= {"write_back_waiting": stats.waiting, "write_back_dropped": stats.dropped}
+            for name, tier in stats.tiers.items():
+                counters |= {
+                    f"{name}_evictions": tier.evictions,
+                    f"{name}_hits": tier.hits,
+                    f"{name}_written_bytes": tier.written_bytes,
+                    f"{name}_refused": tier.refused,
+                    f"{name}_quarantined": tier.quarantined,
+                }
             sizes = {str(name): tier.used_bytes for name, tier in stats.tiers.items()}
             counts = {str(name): tier.checkpoints for name, tier in stats.tiers.items()}
             return sizes, counts, counters
@@ -233,8 +254,8 @@ class StateBridge:
             log.warning("state cache failed in=%s", what, exc_info=True)
 
 
-def open_cache(info: ModelInfo, layout: StateLayout, ram_bytes: int) -> StateCache:
-    """An empty cache for the states of this engine. Two engines share states only if everything in the namespace is equal."""
+def namespace_of(info: ModelInfo, layout: StateLayout) -> tuple[bytes, cache_types.Layout]:
+    """What the states of this engine are filed under, and their sizes. Two engines share states only if both are equal."""
     cache_layout = cache_types.Layout(layout.kv_token_bytes, tuple((c.name, c.nbytes) for c in layout.state), layout.vocab_size)
     numerics = dict(info.numerics)
     namespace = keys.namespace(
@@ -246,9 +267,7 @@ def open_cache(info: ModelInfo, layout: StateLayout, ram_bytes: int) -> StateCac
         rope={name: value for name, value in numerics.items() if name.startswith("rope")},
         numerics={**numerics, "backend": info.backend},
     )
-    # Reports go to clients: one must not learn from them what another principal has sent.
-    policy = Policy(tell_other_salts=False)
-    return StateCache(namespace, cache_layout, tiers=[RamTier(ram_bytes)], index=RadixIndex(), policy=policy)
+    return namespace, cache_layout
 
 
 def _thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:

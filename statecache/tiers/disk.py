@@ -2,7 +2,9 @@
 
 A segment becomes a temporary file, fsync, rename, fsync of the directory, and only then counts; so a crash leaves either a
 whole segment or a temporary file, which the next start deletes. Every read checks the header's digest and the part's
-checksum.
+checksum. A file that turns out bad is moved to `quarantine/`, where the newest few stay to be looked at.
+
+Threads: one may put while others read and delete.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import errno
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +29,9 @@ log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _ALLOCATION = 4096
 """Files are charged in whole blocks of common file systems."""
+QUARANTINE_FILES = 16
+QUARANTINE_BYTES = 256 << 20
+"""What is kept of bad files, beside the budget; at least the newest one stays."""
 
 
 class DiskTier:
@@ -53,6 +59,7 @@ class DiskTier:
         self._fsync = fsync
         self._sizes: dict[bytes, int] = {}
         self._used = 0
+        self._counts = threading.Lock()
         self._serial = itertools.count()
         self._quarantine = root / "quarantine"
         self._quarantine.mkdir(parents=True, exist_ok=True)
@@ -101,8 +108,9 @@ class DiskTier:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise TierFull(self.name, cost, 0) from error
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
-        self._used += cost - self._sizes.get(key, 0)
-        self._sizes[key] = cost
+        with self._counts:
+            self._used += cost - self._sizes.get(key, 0)
+            self._sizes[key] = cost
         return cost
 
     def header(self, key: bytes) -> SegmentHeader:
@@ -131,14 +139,26 @@ class DiskTier:
         np.copyto(flat, whole[offset : offset + flat.nbytes])
 
     def delete(self, key: bytes) -> int:
-        size = self._sizes.pop(key, 0)
+        size = self._forget(key)
         if size:
-            self._used -= size
             try:
                 self._path(key).unlink(missing_ok=True)
             except OSError as error:  # read-only now; the next start finds it again
                 log.warning("segment not deleted tier=%s reason=%s", self.name, error.strerror)
         return size
+
+    def set_aside(self, key: bytes, reason: str) -> None:
+        """Move a bad segment to the quarantine, with the reason in a file beside it."""
+        if self._forget(key):
+            self._move_aside(self._path(key), reason)
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def sizes(self) -> dict[bytes, int]:
+        """Bytes charged for each segment that is here."""
+        return dict(self._sizes)
 
     def keys(self) -> Iterator[bytes]:
         return iter(list(self._sizes))
@@ -149,23 +169,57 @@ class DiskTier:
         name = key.hex()
         return self._root / name[2:4] / (name + _SUFFIX)
 
+    def _forget(self, key: bytes) -> int:
+        with self._counts:
+            size = self._sizes.pop(key, 0)
+            self._used -= size
+        return size
+
     def _scan(self) -> None:
-        """Count what an earlier process left: whole segments stay, temporary files go, the rest is set aside."""
+        """Count what an earlier process left, by names and sizes: opening every file is for those who need headers.
+
+        Temporary files go, what has no segment's name is set aside.
+        """
         for leftover in self._root.glob("tmp-*"):
             leftover.unlink(missing_ok=True)
-        for path in self._root.glob(f"??/*{_SUFFIX}"):
+        for entry in self._files():
             try:
-                key = bytes.fromhex(path.name.removesuffix(_SUFFIX))
-                with path.open("rb", buffering=0) as file:
-                    self._contents(key, file.fileno())
-                self._sizes[key] = _charged(path.stat().st_size)
-            except (SegmentBad, ValueError, OSError) as error:
-                log.warning("segment set aside file=%s reason=%s", path.name, error)
-                try:
-                    path.rename(self._quarantine / path.name)
-                except OSError as failure:
-                    log.warning("segment not moved file=%s reason=%s", path.name, failure.strerror)
+                key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
+                if self._path(key) != Path(entry.path):
+                    raise ValueError("not the name of a segment")
+                size = entry.stat().st_size
+            except ValueError as error:
+                self._move_aside(Path(entry.path), str(error))
+            except OSError as error:
+                log.warning("segment not counted file=%s reason=%s", entry.name, error.strerror)
+            else:
+                self._sizes[key] = _charged(size)
         self._used = sum(self._sizes.values())
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self._root) as folders:
+            for folder in [f for f in folders if len(f.name) == 2 and f.is_dir()]:
+                with os.scandir(folder.path) as files:
+                    yield from (f for f in files if f.name.endswith(_SUFFIX))
+
+    def _move_aside(self, path: Path, reason: str) -> None:
+        log.warning("segment set aside file=%s reason=%s", path.name, reason)
+        target = self._quarantine / path.name
+        try:
+            path.rename(target)
+            target.with_suffix(".reason").write_text(reason + "\n")
+            self._shorten_quarantine()
+        except OSError as failure:
+            log.warning("segment not moved file=%s reason=%s", path.name, failure.strerror)
+
+    def _shorten_quarantine(self) -> None:
+        kept = sorted(self._quarantine.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
+        total = 0
+        for number, path in enumerate(kept):
+            total += path.stat().st_size
+            if number and (number >= QUARANTINE_FILES or total > QUARANTINE_BYTES):
+                path.unlink(missing_ok=True)
+                path.with_suffix(".reason").unlink(missing_ok=True)
 
     def _write(self, path: Path, buffers: list[bytes | memoryview]) -> None:
         with path.open("xb", buffering=0) as file:

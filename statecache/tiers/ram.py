@@ -90,6 +90,12 @@ class RamTier:
         self._used -= gone[3]
         return gone[3]
 
+    def set_aside(self, key: bytes, reason: str) -> None:
+        self.delete(key)
+
+    def sizes(self) -> dict[bytes, int]:
+        return {key: segment[3] for key, segment in self._segments.items()}
+
     def keys(self) -> Iterator[bytes]:
         return iter(list(self._segments))
 

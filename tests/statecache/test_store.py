@@ -138,7 +138,7 @@ def test_rows_that_begin_too_late_are_not_kept():
 
 
 def test_divergence_says_where_and_why():
-    cache, tokens = make(), context(9, 400)
+    cache, tokens = make(policy=Policy(slack_permille=0, tell_other_salts=True)), context(9, 400)
     system = save(cache, tokens, 200, BoundaryKind.SYSTEM)
     end = save(cache, tokens, 400)
     edited = tokens.copy()
@@ -165,8 +165,8 @@ def test_divergence_says_where_and_why():
     close_books(cache)
 
 
-def test_a_server_may_hide_what_other_principals_have():
-    cache, tokens = make(policy=Policy(tell_other_salts=False)), context(12, 100)
+def test_by_default_nobody_learns_what_other_principals_have():
+    cache, tokens = make(policy=Policy()), context(12, 100)
     save(cache, tokens, 90)
     with cache.match(tokens, OTHER_SALT) as match:
         assert match.divergence == Divergence(0, "cold")

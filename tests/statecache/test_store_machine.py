@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from statecache.keys import xxh3_128
+from statecache.match import Match
 from statecache.policy import Policy
-from statecache.store import Match
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind

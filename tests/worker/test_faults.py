@@ -46,7 +46,7 @@ ENGINE_CALLS = ("submit", "declare_cut", "cancel", "copy_out")
 
 def break_call(h: Harness, monkeypatch: pytest.MonkeyPatch, name: str, nth: int, error: Exception) -> None:
     """Make the nth call of a cache method raise, before or after (release) it did its work."""
-    from statecache.store import Match
+    from statecache.match import Match
 
     owner = Match if name in ("read", "release") else h.cache
     real: Callable = getattr(owner, name)

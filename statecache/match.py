@@ -1,0 +1,59 @@
+"""What a match hands out: a checkpoint that stays until it is given back. The store that made it does the work."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from statecache.checkpoint import Record
+from statecache.types import BoundaryKind, Divergence, Payload, TierName
+
+
+class Owner(Protocol):
+    """The store, as its matches see it."""
+
+    def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload: ...
+    def release_match(self, match: Match) -> None: ...
+
+
+class Match:
+    """The longest usable checkpoint of a context, pinned until release(). A context manager.
+
+    position 0: nothing was found (checkpoint_id, kind and tier are None). read() may lower `position` and replace the other
+    fields when the checkpoint turns out bad. Use one Match from one thread.
+    """
+
+    def __init__(self, owner: Owner, ids: bytes, salt: bytes, session: str, divergence: Divergence) -> None:
+        self._owner = owner
+        self.ids = ids
+        self.salt = salt
+        self.session = session
+        self.record: Record | None = None
+        self.divergence = divergence
+        self.position = 0
+        self.checkpoint_id: str | None = None
+        self.kind: BoundaryKind | None = None
+        self.tier: TierName | None = None
+        self.nbytes = 0
+        """Bytes that read() will deliver; what a restore costs."""
+
+    def read(self, kv_out: np.ndarray | None = None) -> Payload:
+        """The checkpoint's bytes, verified. Arrays are read-only and valid after release().
+
+        kv_out: uint8 [≥ position, kv_token_bytes] to read the KV rows into; the payload then has one run, a view of it. Without
+        it there is one run per stored extent. A bad component quarantines the checkpoint and the next shorter one is read
+        instead; when none is left the payload is empty at position 0. So look at `payload.position`.
+        """
+        return self._owner.read_match(self, kv_out)
+
+    def release(self) -> None:
+        """Unpin. Does nothing the second time."""
+        self._owner.release_match(self)
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
