@@ -1,0 +1,140 @@
+"""Where durable checkpoints lie: `ROOT/NAMESPACE/`, one directory per namespace, claimed by one process at a time.
+
+Opens and removes directories; what is inside is tiers/disk.py's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from statecache.errors import TierFailed
+from statecache.types import Layout
+
+log = logging.getLogger(__name__)
+ABOUT = "about.json"
+CLAIM_WAIT_S = 20.0
+"""A worker that was told to end may still be writing its last checkpoints when the next one starts."""
+
+
+def folder_of(root: Path, namespace: bytes) -> Path:
+    return root / namespace.hex()[:32]
+
+
+@dataclass
+class Claim:
+    """A namespace's directory that only this process may write to."""
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+
+def claim(path: Path, *, wait_s: float = CLAIM_WAIT_S, waiting: Callable[[], None] = lambda: None) -> Claim:
+    """Make the directory if absent and lock it. waiting() is called while another process has it. Raises TierFailed."""
+    until = time.monotonic() + wait_s
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise TierFailed(f"{path}: {error.strerror}") from error
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return Claim(path, descriptor)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(descriptor)
+                raise TierFailed(f"{path} is used by another process") from None
+        waiting()
+        time.sleep(0.1)
+
+
+@dataclass(frozen=True)
+class About:
+    """What a directory says of itself, for tools that do not load the model."""
+
+    path: Path
+    namespace: bytes
+    model: str
+    layout: Layout
+    used_at: float
+    """Seconds since the epoch of its last start."""
+
+
+def describe(path: Path, namespace: bytes, model: str, layout: Layout) -> None:
+    """Write the description; its time says when it was last used. Raises OSError."""
+    fields = {
+        "namespace": namespace.hex(),
+        "model": model,
+        "kv_token_bytes": layout.kv_token_bytes,
+        "state": [list(component) for component in layout.state],
+        "vocab_size": layout.vocab_size,
+    }
+    temporary = path / (ABOUT + ".new")
+    temporary.write_text(json.dumps(fields, indent=1) + "\n")
+    temporary.rename(path / ABOUT)
+
+
+def about(path: Path) -> About | None:
+    """None when this is no such directory, or its description cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        file = path / ABOUT
+        fields = json.loads(file.read_text())
+        state = tuple((str(name), int(size)) for name, size in fields["state"])
+        layout = Layout(int(fields["kv_token_bytes"]), state, int(fields["vocab_size"]))
+        return About(path, bytes.fromhex(fields["namespace"]), str(fields["model"]), layout, file.stat().st_mtime)
+    return None
+
+
+def namespaces(root: Path) -> list[About]:
+    """All under a root, last used first."""
+    found = [about(path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted((a for a in found if a is not None), key=lambda a: a.used_at, reverse=True)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def remove(path: Path) -> bool:
+    """Delete a namespace's directory. False when a process uses it."""
+    try:
+        held = claim(path, wait_s=0.0)
+    except TierFailed:
+        return False
+    shutil.rmtree(path, ignore_errors=True)
+    held.release()
+    return True
+
+
+def make_room(root: Path, keep: Path, budget_bytes: int) -> int:
+    """The part of a budget for all namespaces that is left for one of them, after the longest unused others were removed.
+
+    Others are removed only while they take more than half of the budget.
+    """
+    others = [(a.path, size_of(a.path)) for a in namespaces(root) if a.path != keep]
+    total = sum(size for _, size in others)
+    for path, size in reversed(others):
+        if total * 2 <= budget_bytes:
+            break
+        if remove(path):
+            log.info("saved states of an unused model removed bytes=%d", size)
+            total -= size
+    return max(0, budget_bytes - total)

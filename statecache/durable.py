@@ -1,0 +1,109 @@
+"""A state cache that outlives its process: memory tier, disk tier, background writer, put together and taken apart in order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from statecache.directory import CLAIM_WAIT_S, Claim, claim, describe, folder_of, make_room
+from statecache.errors import TierFailed
+from statecache.index.radix import RadixIndex
+from statecache.policy import Policy
+from statecache.recover import Progress
+from statecache.store import StateCache
+from statecache.tiers.disk import DiskTier
+from statecache.tiers.ram import RamTier
+from statecache.types import Layout
+from statecache.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """root: directory of all namespaces. budget_bytes: of all of them together, 0 = no disk tier. reserve_bytes: free space
+    that is left to others. bytes_per_hour: most that is written, 0 = no limit. claim_wait_s: for another process to let go.
+    """
+
+    root: Path
+    budget_bytes: int
+    reserve_bytes: int = 2 << 30
+    bytes_per_hour: int = 0
+    claim_wait_s: float = CLAIM_WAIT_S
+
+
+class SavedStates:
+    """The cache of one model with what keeps it durable. writer: None without a disk tier. Close it at the end."""
+
+    def __init__(self, cache: StateCache, writer: Writer | None = None, held: Claim | None = None) -> None:
+        self.cache = cache
+        self.writer = writer
+        self._held = held
+
+    def want(self, checkpoint_ids: Sequence[str]) -> None:
+        """These should outlive the process. Returns at once."""
+        if self.writer is not None:
+            self.writer.want(checkpoint_ids)
+
+    def on_written(self, call: Callable[[], None]) -> None:
+        """call(): from the writing thread, whenever it has nothing left to write."""
+        if self.writer is not None:
+            self.writer.on_idle = call
+
+    def close(self, limit_s: float = 4.0, *, everything: bool = True) -> None:
+        """Write what only memory has, newest first, for `limit_s` seconds at most; then let go of the directory.
+
+        everything False: only what was chosen to be written.
+        """
+        if self.writer is not None:
+            done = self.writer.close(limit_s, everything=everything)
+            log.info("saved states written back complete=%s", done)
+        if self._held is not None:
+            self._held.release()
+
+
+def open_states(
+    namespace: bytes,
+    layout: Layout,
+    ram_bytes: int,
+    disk: DiskSettings | None = None,
+    *,
+    model: str = "",
+    policy: Policy | None = None,
+    progress: Progress = lambda fraction, what: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> SavedStates:
+    """Open or make the saved states of a namespace. A disk that cannot be used is a warning, and memory alone is used."""
+    tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes)]
+    held: Claim | None = None
+    if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
+        try:
+            folder = folder_of(disk.root, namespace)
+            held = claim(folder, wait_s=disk.claim_wait_s, waiting=lambda: progress(0.0, "waiting for another worker to end"))
+            describe(folder, namespace, model, layout)
+            budget = make_room(disk.root, folder, disk.budget_bytes)
+            tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes))
+        except (OSError, TierFailed) as error:
+            log.warning("no saved states on disk: %s", error)
+    cache = StateCache(
+        namespace,
+        layout,
+        tiers=tiers,
+        index=RadixIndex(),
+        policy=policy,
+        clock=clock,
+        write_behind=len(tiers) > 1,
+    )
+    if len(tiers) == 1:
+        return SavedStates(cache, None, held)
+    began = time.monotonic()
+    try:
+        found = cache.recover(progress=progress)
+        log.info("checkpoints found count=%d bytes=%d s=%.2f", found, tiers[1].used_bytes, time.monotonic() - began)
+    except OSError as error:
+        log.warning("saved states on disk were not read: %s", error)
+    assert disk is not None
+    return SavedStates(cache, Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock), held)

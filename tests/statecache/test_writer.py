@@ -1,0 +1,215 @@
+"""The background writer: nobody waits for it, it survives a bad disk, and its allowance holds."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import statecache.tiers.disk as disk_module
+from statecache.directory import claim, folder_of, namespaces
+from statecache.durable import DiskSettings, open_states
+from statecache.errors import TierFailed
+from statecache.policy import Policy, worth_disk
+from statecache.tiers.ram import RamTier
+from statecache.types import Boundary, BoundaryKind
+from statecache.writer import HOUR_S, Allowance, Writer
+from tests.statecache.faults import FaultyTier
+from tests.statecache.test_failures import best
+from tests.statecache.world import LAYOUT, NAMESPACE, SALT, close_books, context, make, save
+
+
+def settle(writer: Writer) -> None:
+    assert writer.flush(20.0)
+
+
+def states(tmp_path, **kwargs):
+    disk = DiskSettings(tmp_path, 1 << 24, 0, claim_wait_s=kwargs.pop("claim_wait_s", 0.0))
+    return open_states(NAMESPACE, LAYOUT, 1 << 20, disk, **kwargs)
+
+
+def test_what_was_wanted_is_there_after_a_restart_and_nothing_else(tmp_path):
+    tokens = context(1, 500)
+    first = states(tmp_path)
+    ids = [save(first.cache, tokens, position).checkpoint_id for position in (100, 300, 450)]
+    assert first.writer is not None
+    first.want([i for i in (ids[2], ids[0]) if i])
+    settle(first.writer)
+    first.close(0.0, everything=False)
+    second = states(tmp_path)
+    assert [(i.position, i.tiers) for i in second.cache.checkpoints()] == [(100, ("disk",)), (450, ("disk",))]
+    assert best(second.cache, tokens) == 450
+    close_books(second.cache)
+    second.close()
+
+
+def test_closing_writes_everything(tmp_path):
+    tokens = context(2, 500)
+    first = states(tmp_path)
+    for position in (100, 300, 450):
+        save(first.cache, tokens, position, logits=position == 450)
+    first.close()
+    second = states(tmp_path)
+    assert best(second.cache, tokens[:450]) == 450
+    assert len(second.cache.checkpoints()) == 3
+    second.close()
+
+
+def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
+    """The lower tier is stuck in a write; the store goes on, and the writer finishes when it may."""
+    gate, inside = threading.Event(), threading.Event()
+
+    class Stuck(RamTier):
+        def put(self, key, header, parts):
+            inside.set()
+            assert gate.wait(20)
+            return super().put(key, header, parts)
+
+    cache = make(tiers=[RamTier(60_000), Stuck(1 << 20, name="disk")], write_behind=True)
+    writer = Writer(cache)
+    tokens = context(3, 200)
+    first = save(cache, tokens, 150)
+    writer.want([first.checkpoint_id or ""])
+    assert inside.wait(20)
+    for seed in range(100):  # more than the memory tier holds: the one that is being copied must stay
+        assert save(cache, context(100 + seed, 150), 140).checkpoint_id
+        assert best(cache, tokens) == 150
+    gate.set()
+    assert writer.close(20.0)
+    assert cache.stats().tiers["disk"].checkpoints == 1
+    close_books(cache)
+
+
+def test_victims_that_still_wait_are_taken_last_and_counted(tmp_path):
+    cache = make(tiers=[RamTier(6_000), RamTier(1 << 20, name="disk")], write_behind=True)
+    first = save(cache, context(4, 100), 100)
+    cache.want([first.checkpoint_id or ""])
+    save(cache, context(5, 100), 100)
+    save(cache, context(6, 100), 100)
+    assert best(cache, np.append(context(4, 100), 1)) == 100
+    assert best(cache, np.append(context(5, 100), 1)) == 0
+    for seed in range(3):
+        ids = save(cache, context(7 + seed, 100), 100).checkpoint_id
+        cache.want([ids or ""])
+    stats = cache.stats()
+    assert stats.dropped >= 1
+    assert stats.waiting <= 2
+    close_books(cache)
+
+
+def test_a_failing_disk_is_told_once_and_used_again_when_it_works(tmp_path, monkeypatch, caplog):
+    opened = states(tmp_path)
+    cache, writer = opened.cache, opened.writer
+    assert writer is not None
+    real = disk_module.os.rename
+
+    def read_only(*args):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(disk_module.os, "rename", read_only)
+    for seed in range(4):
+        cache.want([save(cache, context(seed, 150), 140).checkpoint_id or ""])
+        assert not writer.flush(5.0)
+    assert "Read-only" in writer.trouble
+    assert sum("stay in memory only" in r.message for r in caplog.records) == 1
+    assert best(cache, context(0, 150)) == 140
+    monkeypatch.setattr(disk_module.os, "rename", real)
+    settle(writer)
+    assert writer.trouble == ""
+    assert cache.stats().tiers["disk"].checkpoints == 4
+    close_books(cache)
+    opened.close()
+
+
+def test_one_directory_has_one_writer(tmp_path):
+    first = states(tmp_path)
+    second = states(tmp_path)
+    assert second.writer is None
+    save(first.cache, context(1, 100), 90)
+    first.close()
+    third = states(tmp_path)
+    assert best(third.cache, context(1, 100)) == 90
+    third.close()
+    held = claim(folder_of(tmp_path, NAMESPACE), wait_s=0)
+    with pytest.raises(TierFailed, match="another process"):
+        claim(folder_of(tmp_path, NAMESPACE), wait_s=0)
+    held.release()
+
+
+def test_unused_models_make_room_oldest_first(tmp_path):
+    for name in (b"1" * 32, b"2" * 32):
+        other = open_states(name, LAYOUT, 1 << 20, DiskSettings(tmp_path, 1 << 24, 0), model=name[:1].decode())
+        save(other.cache, context(1, 3000), 2900)
+        other.close()
+        time.sleep(0.02)
+    sizes = [a.model for a in namespaces(tmp_path)]
+    assert sizes == ["2", "1"]
+    small = open_states(NAMESPACE, LAYOUT, 1 << 20, DiskSettings(tmp_path, 150_000, 0), model="3")
+    assert [a.model for a in namespaces(tmp_path)] == ["3", "2"]
+    assert 0 < small.cache.stats().tiers["disk"].budget_bytes < 150_000
+    small.close()
+
+
+def test_a_disk_that_cannot_be_used_leaves_memory(tmp_path):
+    (tmp_path / "file").write_text("")
+    opened = states(tmp_path / "file")
+    assert opened.writer is None
+    save(opened.cache, context(1, 100), 90)
+    assert best(opened.cache, context(1, 100)) == 90
+    opened.close()
+
+
+def test_a_checkpoint_that_gets_its_logits_later_is_completed_on_disk(tmp_path):
+    cache = make(tiers=[RamTier(1 << 20), RamTier(1 << 20, name="disk")], write_behind=True)
+    tokens = context(8, 140)
+    save(cache, tokens, 140)
+    assert cache.write_back() > 0
+    assert save(cache, tokens, 140, BoundaryKind.PROMPT_END, logits=True).existed
+    written = cache.write_back()
+    assert 0 < written < 1000
+    assert cache.write_back() == 0
+    close_books(cache)
+    lower = FaultyTier(name="disk")
+    assert lower.used_bytes == 0
+
+
+@given(
+    per_hour=st.integers(1, 10**12), spent=st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 4 * HOUR_S)), max_size=20)
+)
+def test_an_allowance_never_lets_much_more_through_than_it_says(per_hour, spent):
+    allowance, now, total, largest = Allowance(per_hour), 0, 0, 0
+    for nbytes, pause in spent:
+        now += pause
+        if allowance.wait_s(now) == 0:
+            allowance.spend(nbytes)
+            total, largest = total + nbytes, max(largest, nbytes)
+    assert total <= per_hour + now * per_hour // HOUR_S + largest
+    wait = allowance.wait_s(now)
+    assert wait == 0 or allowance.wait_s(now + wait) == 0
+
+
+@given(st.dictionaries(st.integers(1, 10**6), st.sampled_from(list(BoundaryKind)), max_size=30), st.integers(0, 4))
+def test_what_goes_to_disk_of_a_turn(placed, ends):
+    boundaries = [Boundary(p, k) for p, k in placed.items()]
+    chosen = worth_disk(boundaries, Policy(durable_ends=ends))
+    assert [b.position for b in chosen] == sorted((b.position for b in chosen), reverse=True)
+    lasting = {BoundaryKind.SYSTEM, BoundaryKind.LADDER, BoundaryKind.JUNCTION}
+    assert sum(b.kind not in lasting for b in chosen) == min(ends, len(set(placed.values()) - lasting))
+    assert all(b in chosen for b in boundaries if b.kind in lasting)
+    deepest_turn = max((b.position for b in boundaries if b.kind is BoundaryKind.TURN), default=None)
+    assert not ends or deepest_turn is None or Boundary(deepest_turn, BoundaryKind.TURN) in chosen
+
+
+def test_another_salt_still_matches_nothing_from_disk(tmp_path):
+    first = states(tmp_path)
+    save(first.cache, context(1, 100), 90)
+    first.close()
+    second = states(tmp_path)
+    assert best(second.cache, context(1, 100), b"z" * 32) == 0
+    assert best(second.cache, context(1, 100), SALT) == 90
+    second.close()
