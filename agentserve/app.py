@@ -106,6 +106,9 @@ def worker_settings(config: Config) -> WorkerSettings:
         device=model.device,
         threads=model.threads,
         ram_cache_bytes=model.ram_cache_bytes,
+        disk_cache_bytes=model.disk_cache_bytes,
+        disk_reserve_bytes=model.disk_reserve_bytes,
+        disk_bytes_per_hour=model.disk_bytes_per_hour,
         log_level=config.log.level,
         engine=model.engine,
     )

@@ -75,6 +75,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dir: a Hugging Face checkpoint directory; empty = the embedded demo model. name: what clients call it; empty = the
     directory's name. aliases: other names that are accepted; "*" accepts any.
     dialect: tool-call family, "auto" = by the chat template. threads 0 = choose.
+    ram_cache_bytes, disk_cache_bytes: what saved states may take, 0 = none; on disk they survive a restart, and the budget is
+    for all models of the state directory. disk_reserve_bytes: free space left to others, states are given up for it.
+    disk_bytes_per_hour: most that is written, 0 = no limit.
     engine: further fields of the engine's config, by name.
     """
 
@@ -85,6 +88,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Meta(ge=0)] = 0
     ram_cache_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
+    disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
+    disk_bytes_per_hour: Annotated[int, Meta(ge=0)] = 0
     engine: dict[str, int | float | str | bool] = {}
 
 

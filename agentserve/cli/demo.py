@@ -45,7 +45,8 @@ def demo(
     """Run an agent session with real tools on the embedded model, CPU only, in under a minute.
 
     A private server starts on a free loopback port. An agent connects over WebSocket, declares four tools and executes what the
-    model calls; the server is killed in the middle and the session goes on by its last response id; then the agent edits its
+    model calls; the server is killed in the middle and the session goes on by its last response id, restored from
+    disk; then the agent edits its
     context (old tool output cleared, thinking dropped) and sends it whole. At the end: the checkpoints that were placed, what
     each response reused, and its time to first token against the deadline.
     """
@@ -212,15 +213,19 @@ def _checkpoints(target: Target) -> list[dict[str, Any]]:
     return sorted(unique.values(), key=lambda row: row["position"])
 
 
+def _tiers(row: dict[str, Any]) -> str:
+    return " + ".join(row["tiers"])
+
+
 def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    for title, rows in (("Checkpoints before the kill (they were in memory)", before), ("Checkpoints at the end", after)):
+    for title, rows in (("Checkpoints before the kill (those on disk outlived it)", before), ("Checkpoints at the end", after)):
         table = Table(title=f"{title}: {len(rows)}", title_justify="left", title_style="bold")
         for column in ("kind", "tier", "at token position", "used"):
             table.add_column(column, justify="right" if column == "used" else "left")
-        for kind, tier in sorted({(row["kind"], row["tier"]) for row in rows}):
-            same = [row for row in rows if (row["kind"], row["tier"]) == (kind, tier)]
+        for kind, tier in sorted({(row["kind"], _tiers(row)) for row in rows}):
+            same = [row for row in rows if (row["kind"], _tiers(row)) == (kind, tier)]
             positions = ", ".join(str(row["position"]) for row in same)
             table.add_row(kind, tier, positions, f"{sum(row['hits'] for row in same)}×")
         console.print()
@@ -230,10 +235,10 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
         "turn",
         "prompt",
         "reused",
-        "prefilled",
+        "computed",
         "restored from",
         "context parted",
-        "first token",
+        "TTFT",
         "deadline",
         "output",
     ):
@@ -245,7 +250,7 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
             str(f.prompt_tokens),
             str(f.reused_tokens),
             str(f.prompt_tokens - f.reused_tokens),
-            f.checkpoint or "–",
+            f"{f.checkpoint} {f.restored_from}" if f.checkpoint else "–",
             f.divergence or "–",
             f"{f.ttft_ms} ms" if f.ttft_ms is not None else "–",
             f"{f.deadline} ({(f.deadline_ms or 0) // 1000} s)" if f.deadline else "–",

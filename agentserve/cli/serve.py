@@ -27,6 +27,10 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="CPU threads for the model, 0 = all cores.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cache_mb: Annotated[int | None, typer.Option("--cache-mb", help="Memory for saved states, in MiB. Default: 1024.")] = None,
+    disk_cache_mb: Annotated[
+        int | None,
+        typer.Option("--disk-cache-mb", help="Disk space for saved states, in MiB, 0 for none. Default: 8192."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Name accepted in the Host header beside loopback ones; may be repeated.")
     ] = None,
@@ -51,6 +55,7 @@ def serve(
         "model.threads": threads,
         "model.device": device,
         "model.ram_cache_bytes": None if cache_mb is None else cache_mb << 20,
+        "model.disk_cache_bytes": None if disk_cache_mb is None else disk_cache_mb << 20,
         "server.allowed_hosts": allowed_host or None,
         "server.allowed_origins": allowed_origin or None,
         "server.auth": "none" if no_auth else None,

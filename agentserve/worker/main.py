@@ -32,12 +32,17 @@ from agentserve.worker.messages import (
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.settings import WorkerSettings
-from agentserve.worker.state_bridge import StateBridge, open_cache
+from agentserve.worker.state_bridge import StateBridge, namespace_of
 from agentserve.worker.turn_loop import TurnLoop
+from statecache.durable import DiskSettings, SavedStates, open_states
 
 log = logging.getLogger("agentserve.worker")
 REPORT_S = 1.0
 """Between load reports while there is work; an idle worker says nothing."""
+DRAIN_FLUSH_S = 4.0
+"""For writing saved states at the end; the supervisor kills after five seconds."""
+CRASH_FLUSH_S = 2.0
+"""The same when the server is gone: only what was to be written anyway, since another server may be starting."""
 PASSES_THAT_MAY_FAIL = 3
 """Failed forward passes in a row, after which the engine counts as broken and the process ends to be started anew."""
 
@@ -51,11 +56,16 @@ class Worker:
         self._turns = turns
         self._bridge = bridge
         self._draining = False
+        self._report_now = False
         self._failed_passes = 0
 
     def drain(self) -> None:
         """Take no more turns; `run` returns when the running ones have ended."""
         self._draining = True
+
+    def report_soon(self) -> None:
+        """Send a load report at the next opportunity; to be followed by waking the pipe. From any thread."""
+        self._report_now = True
 
     def run(self) -> None:
         """Serve until drained. Raises PipeClosed when the server is gone."""
@@ -65,7 +75,8 @@ class Worker:
                 self._take(frame)
             ended = self._step() if self._engine.has_work else False
             now = time.monotonic()
-            if ended or now >= report_at:
+            if ended or self._report_now or now >= report_at:
+                self._report_now = False
                 self._turns.tick()
                 self._pipe.send(self._turns.load())
                 report_at = now + REPORT_S
@@ -123,6 +134,23 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     return Engine.load(config, progress)
 
 
+def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) -> SavedStates:
+    """The saved states of this engine, found again on disk; progress goes out as Loading frames."""
+
+    def progress(fraction: float, what: str) -> None:
+        pipe.send(Loading(fraction, what))
+        pipe.flush()
+
+    namespace, layout = namespace_of(engine.info, engine.layout)
+    disk = DiskSettings(
+        Path(settings.state_dir) / "checkpoints",
+        settings.disk_cache_bytes,
+        settings.disk_reserve_bytes,
+        settings.disk_bytes_per_hour,
+    )
+    return open_states(namespace, layout, settings.ram_cache_bytes, disk, model=settings.model_name, progress=progress)
+
+
 def token_table(settings: WorkerSettings, vocab_size: int) -> Sequence[bytes]:
     """Bytes of every token id, for stop strings."""
     from agentserve.text.tokenizer import Tokenizer
@@ -138,7 +166,7 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     started = time.monotonic()
     try:
         engine = load_engine(settings, pipe)
-        cache = open_cache(engine.info, engine.layout, settings.ram_cache_bytes)
+        states = load_states(settings, engine, pipe)
     except (CheckpointError, Unsupported, InvalidRequest) as error:
         return _refuse(pipe, str(error), permanent=True)
     except (EngineError, MemoryError, OSError) as error:
@@ -153,13 +181,13 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
             eos_token_ids=info.eos_token_ids,
             max_context=info.max_context,
             backend=info.backend,
-            namespace=cache.namespace.hex(),
+            namespace=states.cache.namespace.hex(),
             pid=os.getpid(),
         )
     )
     pipe.flush()
     log.info("worker ready model=%s backend=%s load_s=%.1f", settings.model_name, info.backend, time.monotonic() - started)
-    bridge = StateBridge(engine, cache)
+    bridge = StateBridge(engine, states.cache, states.want)
     turns = TurnLoop(engine, bridge, pipe.send, token_bytes=lambda: token_table(settings, info.vocab_size))
     worker = Worker(pipe, engine, turns, bridge)
 
@@ -167,8 +195,18 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
         worker.drain()
         wake.send(b"x")
 
+    def on_idle_disk() -> None:
+        worker.report_soon()
+        wake.send(b"x")
+
+    states.on_written(on_idle_disk)
     signal.signal(signal.SIGTERM, on_terminate)
-    worker.run()
+    try:
+        worker.run()
+    except PipeClosed:
+        states.close(CRASH_FLUSH_S, everything=False)
+        raise
+    states.close(DRAIN_FLUSH_S)
     return 0
 
 

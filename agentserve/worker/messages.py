@@ -199,7 +199,7 @@ class TurnFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `/v1/sessions/{id}/checkpoints`."""
+    """One line of `/v1/sessions/{id}/checkpoints`. tier: the fastest that has it; tiers: all of them."""
 
     id: str
     position: int
@@ -208,6 +208,8 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     hits: int
     age_s: float
+    tiers: tuple[str, ...] = ()
+    pinned: bool = False
 
 
 class Checkpoints(msgspec.Struct, frozen=True, tag="checkpoints"):

@@ -103,7 +103,10 @@ class WorkerPipe:
     def receive(self, timeout_s: float | None = 0.0) -> list[ToWorker]:
         """Frames that have arrived. timeout_s: 0 = only look, None = wait for the first byte. Raises PipeClosed at the end."""
         if timeout_s != 0.0:
-            select.select(self._awaited, [], [], timeout_s)
+            ready, _, _ = select.select(self._awaited, [], [], timeout_s)
+            for wake in ready:
+                if wake is not self._sock:
+                    wake.recv(READ_BYTES)
         frames: list[ToWorker] = []
         while True:
             try:

@@ -14,6 +14,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     state_dir: where the worker may keep digests and checkpoints; created if absent.
     threads: CPU threads for the engine, 0 = choose.
     ram_cache_bytes: budget of the RAM tier; 0 turns saving off.
+    disk_cache_bytes: budget of the disk tier in state_dir, over all models; 0 = none.
+    disk_reserve_bytes: free space that is left to others. disk_bytes_per_hour: most that is written, 0 = no limit.
     checkpoints_url: SQL address of the checkpoint index, "" = one file in state_dir.
     engine: fields of `engine.config.EngineConfig` by name, e.g. {"chunk_tokens": 256}.
     """
@@ -24,6 +26,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     ram_cache_bytes: int = 1 << 30
+    disk_cache_bytes: int = 0
+    disk_reserve_bytes: int = 2 << 30
+    disk_bytes_per_hour: int = 0
     checkpoints_url: str = ""
     log_level: str = "INFO"
     engine: dict[str, int | float | str | bool] = {}

@@ -41,6 +41,7 @@ def test_the_demo_runs_two_tools_over_a_restart_and_an_edit() -> None:
     turns = {line.split("│")[1].strip(): line for line in responses.splitlines() if re.match(r"│ +\d", line)}
     assert set(turns) == {"1", "2", "3", "4", "5"}
     assert all("met (30 s)" in line for line in turns.values())
+    assert re.search(r"│ +4 │.* disk ", responses)  # after the kill, before anything new was saved
     assert "@ " in turns["5"]  # the edited context found a checkpoint
     for kind in ("system", "prompt_end", "turn", "tool_result"):
         assert re.search(rf"│ {kind} +│ ram", text)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, open_cache
+from agentserve.worker.state_bridge import StateBridge, namespace_of
 from agentserve.worker.turn_loop import TurnLoop
+from statecache.durable import open_states
 from statecache.store import StateCache
 from statecache.types import MarkerTable
 from tests.fakes.engine import EOS, FakeEngine
@@ -22,7 +23,7 @@ class Harness:
 
     def __init__(self, *, ram_bytes: int = 1 << 20, chunk: int = 16, rows: int = 2, max_context: int = 4096) -> None:
         self.engine = FakeEngine(chunk=chunk, rows=rows, max_context=max_context)
-        self.cache: StateCache = open_cache(self.engine.info, self.engine.layout, ram_bytes)
+        self.cache: StateCache = open_states(*namespace_of(self.engine.info, self.engine.layout), ram_bytes).cache
         self.frames: list[FromWorker] = []
         self.clock_s = time.monotonic()
         self.bridge = StateBridge(self.engine, self.cache)

@@ -31,15 +31,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def running(
-    model_dir: Path, ram_cache_bytes: int = 64 << 20, **engine: int | str
+    model_dir: Path, ram_cache_bytes: int = 64 << 20, *, state_dir: Path | None = None, **engine: int | str
 ) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
     client = WorkerClient(start_wait_s=60)
     limits = {"threads": 1, "backend": "reference", "chunk_tokens": 64, "kv_tokens": 4096, "max_rows": 4}
     settings = WorkerSettings(
         model_dir=str(model_dir),
         model_name="tiny",
-        state_dir=str(model_dir),
         ram_cache_bytes=ram_cache_bytes,
+        state_dir=str(state_dir or model_dir),
+        disk_cache_bytes=0 if state_dir is None else 1 << 30,
+        disk_reserve_bytes=0,
         engine={**limits, **engine},
         log_level="WARNING",
     )
@@ -143,6 +145,30 @@ async def test_sessions_that_run_together_and_are_cancelled_get_the_answers_of_a
         for start, got in asked:
             cold = answer(await run(client, start))
             assert cold[: len(got)] == got
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_new_worker_restores_from_disk_bit_for_bit(model_dir: Path, tmp_path: Path, end: signal.Signals) -> None:
+    async with running(model_dir, state_dir=tmp_path) as (client, supervisor):
+        first = await run(client, start_turn("a", PROMPT))
+        context = [*PROMPT, *answer(first), 5, 6, 7]
+        async with asyncio.timeout(20):
+            while (await settled(client)).get("write_back_waiting", 1) > 0:
+                await asyncio.sleep(0.02)
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, end)
+        async with asyncio.timeout(60):
+            while supervisor.restarts == 0 or not client.ready:
+                await asyncio.sleep(0.02)
+        warm = await run(client, start_turn("b", context))
+        assert (matched(warm).position, matched(warm).tier) == (157, "disk")
+        again = await run(client, start_turn("c", PROMPT))
+        assert matched(again).position == len(PROMPT)
+        assert answer(again) == answer(first)
+        positions = {row.position for row in await client.checkpoints("s")}
+        assert {150, 157} <= positions
+    async with running(model_dir) as (client, _):
+        assert answer(await run(client, start_turn("b", context))) == answer(warm)
 
 
 async def test_kill_in_mid_turn_fails_that_turn_and_the_next_one_runs(model_dir: Path) -> None:
