@@ -226,11 +226,11 @@ template <class M, class QT, class KT>
 static void attention_typed(const AttentionArgs &a, int S) {
   constexpr int kQueries = kMaxVec * W;
   int n = 0;
-  double pairs = 0;
+  double pairs = 0;  // of lanes and keys, idle lanes too: one token of a small group costs as much as W queries
   for (int s = 0; s < S; ++s) {
-    int rows = a.start[s + 1] - a.start[s];
-    n += ceil_div(rows * a.group, kQueries);
-    pairs += double(rows) * (a.context[s] + rows * 0.5);
+    int queries = (a.start[s + 1] - a.start[s]) * a.group;
+    n += ceil_div(queries, kQueries);
+    pairs += double(round_up(queries, W)) * (a.context[s] + (a.start[s + 1] - a.start[s]) * 0.5);
   }
   AttentionTask *tasks = (AttentionTask *)shared_scratch(0, size_t(n) * a.pool.kv_heads * sizeof(AttentionTask));
   int made = 0;
@@ -242,8 +242,7 @@ static void attention_typed(const AttentionArgs &a, int S) {
         tasks[made++] = {s, h, tile * kQueries, min_int(kQueries, queries - tile * kQueries)};
   }
   Attention<M, QT, KT> attention = {a};
-  double bytes = pairs * a.pool.kv_heads * a.D * 2 * sizeof(KT);
-  parallel(made, estimate_us(pairs * a.heads * a.D * 4, bytes / 8), [&](int task, int worker) {
+  parallel(made, estimate_us(pairs * a.pool.kv_heads * a.D * 4, 0), [&](int task, int worker) {
     attention.run(tasks[task], (char *)worker_scratch(worker, 0, Attention<M, QT, KT>::scratch_bytes(a.D)));
   });
 }

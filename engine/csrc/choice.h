@@ -27,7 +27,7 @@ class ParallelChoice {
   static constexpr int kKinds = 64, kMinLoops = 4, kMaxLoops = 256;
   static constexpr double kWindowUs = 20000;
   static constexpr int kTryClose = 8, kTryParallel = 16, kTryAlone = 64;
-  static constexpr double kWorth = 0.9, kClear = 0.75;  // parallel time over alone time
+  static constexpr double kWorth = 0.9, kClear = 0.85;  // parallel time over alone time
   static constexpr double kNewest = 0.3;  // weight of the newest window
 
   struct Entry {
@@ -50,6 +50,8 @@ class ParallelChoice {
     for (Entry &entry : entries_) {
       if (entry.estimate <= 0) continue;
       double now = entry.wall / entry.estimate, &cost = entry.cost[mode_];
+      // One long interruption must not decide for seconds: a window counts for at most half more than expected.
+      if (cost > 0 && now > 1.5 * cost) now = 1.5 * cost;
       cost = cost == 0 ? now : cost + kNewest * (now - cost);
       if (entry.cost[1 - mode_] == 0)
         other_unknown = true;
