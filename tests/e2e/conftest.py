@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentserve.cli.private_server import PrivateServer, private_server
+from tests.e2e.agents import World, settings
 
 DEMO_MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
 FLAGS = ("--threads", "1", "--cache-mb", "256")
@@ -30,6 +31,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateServer]:
     with private_server(tmp_path_factory.mktemp("server"), flags=FLAGS) as running:
         running.start()
         yield running
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A server on the reference backend, where a restored state must give bitwise what a cold run gives."""
+    directory = tmp_path_factory.mktemp("reference")
+    (directory / "settings.toml").write_text(settings("reference"))
+    flags = ("--config", str(directory / "settings.toml"), "--threads", "1", "--cache-mb", "2048")
+    with private_server(directory / "state", flags=flags) as running:
+        running.start()
+        world = World(running, DEMO_MODEL)
+        yield world
+        world.close()
 
 
 @pytest.fixture
