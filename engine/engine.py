@@ -9,8 +9,9 @@ Not thread-safe: one thread calls everything, between steps.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -96,6 +97,7 @@ class Engine:
         self._requests: dict[str, Running] = {}
         self._cancelled: dict[str, bool] = {}
         self._bytes_of: Callable[[int], bytes] | None = None
+        self._unreturned: list[EngineEvent] = []
         self._arrivals = 0
         self._prefill_tokens = self._decode_tokens = 0
         self._prefill_seconds = self._decode_seconds = 0.0
@@ -113,7 +115,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step would, or may later, give events."""
-        return bool(self._requests)
+        return bool(self._requests or self._unreturned)
 
     def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None:
         """table[id]: the bytes that token id stands for, for stop strings; ids that it lacks stand for none."""
@@ -188,25 +190,38 @@ class Engine:
         """Advance every running request by one forward pass. Returns what happened, in order; may be empty.
 
         An exception of the model (not NaN, which ends one request) ends the requests of that pass with "error" in the next
-        step, since their recurrent state may be half advanced, and is raised.
+        step, since their recurrent state may be half advanced, and is raised. So does one from anywhere else, for all that
+        run; what happened before it is returned by the next step.
         """
-        events: list[EngineEvent] = []
+        events, self._unreturned = self._unreturned, []
+        try:
+            with self._spoiling(self.scheduler.running):
+                slices = self._plan(events)
+            if slices:
+                began = time.perf_counter()
+                logits = self._forward(slices)
+                with self._spoiling([part.seq for part in slices]):
+                    self._publish(slices, logits, events)
+                self._count(slices, time.perf_counter() - began)
+        except BaseException:
+            self._unreturned = events
+            raise
+        return events
+
+    def _plan(self, events: list[EngineEvent]) -> list[Slice]:
+        """What can happen without a pass, and what the next pass computes."""
         self._end_cancelled(events)
         self.scheduler.prepare()
         self._end_starved(events)
         self._before_pass(events)
-        slices = self.scheduler.slices()
-        if not slices:
-            return events
-        began = time.perf_counter()
+        return self.scheduler.slices()
+
+    def _forward(self, slices: list[Slice]) -> torch.Tensor:
         try:
-            logits = self.model.forward(self._batch(slices), self.store.kv, self.store.states)
+            return self.model.forward(self._batch(slices), self.store.kv, self.store.states)
         except BaseException:
             self._abandon(slices)
             raise
-        self._publish(slices, logits, events)
-        self._count(slices, time.perf_counter() - began)
-        return events
 
     def _end_cancelled(self, events: list[EngineEvent]) -> None:
         for request_id, hold in self._cancelled.items():
@@ -292,6 +307,9 @@ class Engine:
             return
         choices = choose_tokens(logits, [s.sampler for s in seqs], [s.output_length for s in seqs])
         for index, (seq, choice) in enumerate(zip(seqs, choices, strict=True)):
+            if choice is None:
+                self._finish(seq, "error", events, error="no token could be chosen with these sampling settings")
+                continue
             events.append(TokenEvent(seq.id, choice.token_id, seq.output_length, choice.logprob, choice.top))
             reason = self._accept(seq, choice)
             if reason is not None:
@@ -346,8 +364,22 @@ class Engine:
         for part in slices:
             for _, row in part.cuts:
                 self.store.release_row(row)
-            part.seq.failed = "the forward pass failed"
-            self._cancelled[part.seq.id] = False
+            self._spoil(part.seq, "the forward pass failed")
+
+    @contextlib.contextmanager
+    def _spoiling(self, seqs: Collection[Running]) -> Iterator[None]:
+        """An exception in the block ends these requests: how far they were advanced is not known."""
+        try:
+            yield
+        except BaseException:
+            for seq in tuple(seqs):
+                if seq.id in self._requests:
+                    self._spoil(seq, "a step of the engine failed")
+            raise
+
+    def _spoil(self, seq: Running, why: str) -> None:
+        seq.failed = why
+        self._cancelled[seq.id] = False
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────
 

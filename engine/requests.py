@@ -42,7 +42,7 @@ def check_sampling(p: SamplingParams, vocab_size: int, has_token_bytes: bool) ->
     demand("top_p", "a number in (0, 1]", 0 < p.top_p <= 1)
     demand("top_k", "an integer ≥ 0 (0 = off)", p.top_k >= 0)
     demand("min_p", "a number in [0, 1]", 0 <= p.min_p <= 1)
-    demand("repetition_penalty", "a finite number > 0", math.isfinite(p.repetition_penalty) and p.repetition_penalty > 0)
+    demand("repetition_penalty", "a number from 0.01 to 100", 0.01 <= p.repetition_penalty <= 100)
     demand("presence_penalty", "a finite number", math.isfinite(p.presence_penalty))
     demand("frequency_penalty", "a finite number", math.isfinite(p.frequency_penalty))
     demand("logprobs", f"None or 0 to {vocab_size}", p.logprobs is None or 0 <= p.logprobs <= vocab_size)

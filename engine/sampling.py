@@ -7,6 +7,7 @@ preempted or cancelled beside it.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ import torch
 
 from engine.types import SamplingParams
 
+log = logging.getLogger(__name__)
+
 _MASK = (1 << 64) - 1
 _PREFILTERS = (256, 4096)
 """Candidates looked at before a full sort for top-p; nearly always the first holds the whole nucleus. One thread, 150k
 entries: 0.2 ms for the first, 20 ms for the sort."""
+_GREEDY_BELOW = 1e-6
+"""Temperatures under this are greedy: the quotient of two logits that differ in float32 would leave any range anyway."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -73,7 +78,7 @@ class Sampler:
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._counts = torch.zeros(vocab_size)
         self.plain_greedy = (
-            params.temperature == 0.0 and params.logprobs is None and self._seen is None and self._counts is None
+            params.temperature < _GREEDY_BELOW and params.logprobs is None and self._seen is None and self._counts is None
         )
         """The choice is just the argmax, so rows of several requests can be taken at once."""
 
@@ -93,7 +98,7 @@ class Sampler:
         if self._counts is not None:
             present = (self._counts > 0).float()
             logits = logits - params.frequency_penalty * self._counts - params.presence_penalty * present
-        if params.temperature == 0.0:
+        if params.temperature < _GREEDY_BELOW:
             token = int(logits.argmax())
         else:
             token = self._draw(logits, uniform(self.seed, index))
@@ -121,6 +126,7 @@ class Sampler:
         if params.top_p < 1.0:
             # The smallest set that reaches top_p of what top-k left; its first token always.
             keep &= p.cumsum() - p < params.top_p
+            keep[0] = True  # also where the processor takes a top_p of 1e-310 for zero
         if params.min_p > 0.0:
             keep &= p >= params.min_p * p.max()
         total = (p * keep).cumsum()
@@ -151,15 +157,22 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return good.tolist()
 
 
-def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice]:
-    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request."""
+def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice | None]:
+    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request.
+
+    None where a request's own settings leave nothing to choose from, which must not touch the others.
+    """
     best: list[int] | None = None
-    choices: list[Choice] = []
+    choices: list[Choice | None] = []
     for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
         if sampler.plain_greedy:
             if best is None:
                 best = logits.argmax(-1).tolist()
             choices.append(Choice(best[row]))
         else:
-            choices.append(sampler.choose(logits[row], index))
+            try:
+                choices.append(sampler.choose(logits[row], index))
+            except (ArithmeticError, IndexError, RuntimeError, ValueError):
+                log.exception("no token chosen sampling=%s", sampler.params)
+                choices.append(None)
     return choices

@@ -8,7 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from engine.engine import Engine
 from engine.errors import InvalidRequest, SnapshotMismatch
+from engine.sampling import Sampler
 from engine.types import KvRun, SamplingParams, StateSnapshot
 from tests.engine.helpers import Log, make_engine, prompt, release_all, request, run
 from tests.fakes.hash_model import HashModel, Plain, expected_tokens
@@ -367,3 +369,34 @@ def test_seeded_sampling_does_not_depend_on_batch_restore_or_preemption():
     got = run(crowded)
     assert crowded.stats().preemptions > 0
     assert got.tokens["a"] == want
+
+
+def test_a_choice_that_fails_ends_its_request_and_no_others(monkeypatch):
+    engine = make_engine(max_rows=2)
+    ids = prompt(26, 10)
+    engine.submit(request("bad", ids, sampling=SamplingParams(3, temperature=1.0)))
+    engine.submit(request("beside", ids, 3))
+    monkeypatch.setattr(Sampler, "_draw", lambda *_: [][-1])
+    log = run(engine)
+    assert log.finished["bad"].reason == "error"
+    assert "sampling" in (log.finished["bad"].error or "")
+    assert log.tokens["beside"] == expected_tokens(ids, 3)
+    release_all(engine)
+
+
+def test_a_step_that_fails_between_passes_leaves_no_request_behind(monkeypatch):
+    """Not even one that is wholly restored, which no later pass would touch again."""
+    engine = make_engine(max_rows=2)
+    ids = prompt(27, 10)
+    engine.submit(request("cold", ids, 1, cuts=(10,)))
+    hold = run(engine).hold_at("cold", 10)
+    engine.submit(request("warm", ids, 3, restore=hold))
+    monkeypatch.setattr(Engine, "_accept", lambda *_: [][-1])
+    with pytest.raises(IndexError):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.has_work
+    assert run(engine).finished["warm"].reason == "error"
+    assert not engine.has_work
+    engine.submit(request("again", ids, 3))
+    assert run(engine).tokens["again"] == expected_tokens(ids, 3)

@@ -173,3 +173,24 @@ def test_stop_strings_over_a_small_alphabet(data):
             assert found.feed(piece)
             return
         assert not found.feed(piece)
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 5e-324}, {"top_p": 5e-324, "top_k": 1}, {"temperature": 5e-324}, {"min_p": 1.0}])
+def test_the_smallest_settings_leave_the_likeliest_token(filters):
+    """Also on a processor that takes denormal numbers for zero, as it does once the kernels have run."""
+    logits = torch.linspace(-1, 1, 300)
+    before = torch.set_flush_denormal(True)
+    try:
+        sampler = Sampler(SamplingParams(1, **{"temperature": 2.0, "seed": 3, **filters}), np.arange(3), 300)
+        assert sampler.choose(logits, 0).token_id == 299
+    finally:
+        torch.set_flush_denormal(False)
+    assert before
+
+
+def test_settings_that_leave_nothing_end_only_their_own_choice(monkeypatch):
+    good, bad = (Sampler(SamplingParams(1, temperature=1.0, seed=1), np.arange(3), 8) for _ in range(2))
+    monkeypatch.setattr(bad, "_draw", lambda logits, u: [][-1])
+    first, nothing, last = choose_tokens(torch.ones(3, 8), [good, bad, good], [0, 0, 0])
+    assert nothing is None
+    assert first == last is not None
