@@ -12,6 +12,9 @@ from typing import Any
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
 _QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "websockets", "websockets.server", "asyncio", "sqlalchemy")
 
+MAX_PLACES = 24
+"""Frames named of one traceback; endless recursion has a thousand."""
+
 
 class OneLine(logging.Formatter):
     """Keeps an event on one line: a traceback is given as its frames' places, without the values in them."""
@@ -22,6 +25,8 @@ class OneLine(logging.Formatter):
         while trace is not None:
             places.append(f"{trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}")
             trace = trace.tb_next
+        if len(places) > MAX_PLACES:
+            places = [*places[: MAX_PLACES // 2], f"{len(places) - MAX_PLACES} more", *places[-MAX_PLACES // 2 :]]
         return f"error={getattr(kind, '__name__', kind)} at={'>'.join(places)}"
 
     def format(self, record: logging.LogRecord) -> str:

@@ -26,6 +26,11 @@ from agentserve.worker.messages import Sampling
 
 SESSION_HEADERS = ("session-id", "x-claude-code-session-id")
 MAX_METADATA = 64
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 4096
+"""Every token is compared with every stop string, on the thread that computes."""
+MOST = (1 << 31) - 1
+"""Counts above it mean the same; JSON has no largest integer, the worker's frames do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +77,10 @@ class TurnRequest:
         wanted = c.max_output_tokens or config.turn.max_output_tokens
         stop = (c.stop,) if isinstance(c.stop, str) else tuple(c.stop or ())
         return Sampling(
-            max_tokens=0 if not self.generate else wanted if room is None else max(1, min(wanted, room)),
+            max_tokens=0 if not self.generate else min(wanted, MOST) if room is None else max(1, min(wanted, room)),
             temperature=config.turn.temperature if c.temperature is None else c.temperature,
             top_p=config.turn.top_p if c.top_p is None else c.top_p,
-            top_k=c.top_k or 0,
+            top_k=min(c.top_k or 0, MOST),
             min_p=c.min_p or 0.0,
             seed=c.seed,
             repetition_penalty=1.0 if c.repetition_penalty is None else c.repetition_penalty,
@@ -121,6 +126,7 @@ def accept(
     metadata = create.metadata or {}
     if len(metadata) > MAX_METADATA:
         raise InvalidValue(f"{len(metadata)} entries, at most {MAX_METADATA} are accepted", "metadata")
+    _check_stop(create.stop)
     wants_logprobs = bool(create.top_logprobs) or "message.output_text.logprobs" in (create.include or ())
     # A socket's headers belong to all of its turns, so that a key there would make every second turn a conflict.
     key = metadata.get("idempotency_key") or (None if websocket else headers.get("idempotency-key"))
@@ -155,6 +161,15 @@ def _refuse_unsupported(create: ResponseCreate) -> None:
     form = create.text.format if create.text is not None else None
     if form is not None and form.type != "text":
         raise UnsupportedValue(f"'{form.type[:64]}' is not supported; accepted: text", "text.format.type")
+
+
+def _check_stop(stop: str | list[str] | None) -> None:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidValue(f"{len(stops)} strings, at most {MAX_STOPS} are accepted", "stop")
+    for one in stops:
+        if not 1 <= len(one) <= MAX_STOP_LENGTH:
+            raise InvalidValue(f"{len(one)} characters; accepted: 1 to {MAX_STOP_LENGTH}", "stop")
 
 
 def _model(name: str | None, config: Config) -> str:

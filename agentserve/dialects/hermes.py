@@ -74,7 +74,7 @@ class JsonCall:
     def _begin(self, out: list[Delta]) -> None:
         try:
             name = json.loads("".join(self._name), strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(name, str) and name.strip():
             self._open = True
@@ -100,7 +100,7 @@ def _unwrap(raw: str) -> str:
     """Arguments that were written as a JSON string of JSON."""
     try:
         value = json.loads(raw, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw
     return value if isinstance(value, str) else raw
 
@@ -109,7 +109,7 @@ def _free_text(raw: str) -> str:
     """Text of a custom tool's call: its one argument, or everything if the model wrote something else."""
     try:
         value = json.loads(raw, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw
     if isinstance(value, dict) and set(value) == {CUSTOM_INPUT} and isinstance(value[CUSTOM_INPUT], str):
         return value[CUSTOM_INPUT]

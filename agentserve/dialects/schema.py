@@ -44,7 +44,8 @@ def typed_value(text: str, types: Types | None) -> Any:
     word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         value = json.loads(word)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # NaN and 1e999 are read, but are no JSON
+    except (ValueError, RecursionError):
         return text
     kind = _NAMES[type(value)]
     if kind in types or (kind == "integer" and "number" in types):

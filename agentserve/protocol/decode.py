@@ -15,6 +15,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from agentserve.errors import InvalidValue, UnknownEvent, UnsupportedValue
 from agentserve.protocol.items import (
+    MAX_DEPTH,
     CustomTool,
     CustomToolCall,
     CustomToolCallOutput,
@@ -35,6 +36,7 @@ from agentserve.protocol.items import (
     Status,
     SummaryText,
     Tool,
+    nesting,
 )
 from agentserve.protocol.responses import (
     ClientFrame,
@@ -46,11 +48,11 @@ from agentserve.protocol.responses import (
 
 T = TypeVar("T")
 
-MAX_DEPTH = 64
-"""Nesting of a tool's schema; deeper ones are refused before anything walks them recursively."""
 MAX_TOOLS = 1024
 MAX_PARTS = 4096
 
+# Any escape, so that an escaped backslash is passed over; a whole pair is one; group 1 is half of one.
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _AT = re.compile(r" - at `(key in )?\$(.*)`$", re.DOTALL)
 _FRAMES: dict[str, type[ClientFrame]] = {
     "response.create": ResponseCreate,
@@ -118,8 +120,29 @@ class _McpTool(Struct, frozen=True, kw_only=True):
 
 
 def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
-    """Decode JSON as `kind`. where: path of the value within the request. Raises InvalidValue with that path."""
+    """Decode JSON as `kind`. where: path of the value within the request. Raises InvalidValue with that path.
+
+    A lone surrogate in an escape becomes U+FFFD: agents cut texts in the middle of a pair, and their JSON encoder lets it pass.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.ValidationError, RecursionError):
+        pass
+    except msgspec.DecodeError:
+        mended = _without_lone_surrogates(data)
+        if mended is not None:
+            return _guard(lambda: msgspec.json.decode(mended, type=kind), where)
     return _guard(lambda: msgspec.json.decode(data, type=kind), where)
+
+
+def _without_lone_surrogates(data: bytes | str | Raw) -> str | None:
+    """None if there are none, or the text is not UTF-8."""
+    try:
+        text = data if isinstance(data, str) else bytes(data).decode()
+    except UnicodeDecodeError:
+        return None
+    mended = _ESCAPE.sub(lambda escape: "\\ufffd" if escape[1] else escape[0], text)
+    return None if mended == text else mended
 
 
 def _guard(work: Callable[[], T], where: str) -> T:
@@ -314,21 +337,8 @@ def _named(tool: FunctionTool | CustomTool, where: str) -> Tool:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = (
-            [
-                child
-                for node in level
-                for child in (node.values() if isinstance(node, dict) else node)
-                if isinstance(child, dict | list)
-            ]
-            if level and level != [None]
-            else []
-        )
-        if not level:
-            return
-    raise InvalidValue(f"nested more than {MAX_DEPTH} levels deep", where)
+    if nesting(value, MAX_DEPTH) > MAX_DEPTH:
+        raise InvalidValue(f"nested more than {MAX_DEPTH} levels deep", where)
 
 
 def tool_choice(value: Any) -> Literal["auto", "none"]:

@@ -160,6 +160,21 @@ class IgnoredTool(Struct, frozen=True):
     name: str | None = None
 
 
+MAX_DEPTH = 64
+"""Nesting of a tool's schema and of a call's arguments: deeper ones are kept away from whatever walks them recursively."""
+
+
+def nesting(value: Any, limit: int) -> int:
+    """Levels of objects and arrays in decoded JSON, counted without recursion up to limit + 1."""
+    level = [value] if isinstance(value, dict | list) else []
+    depth = 0
+    while level and depth <= limit:
+        depth += 1
+        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in children if isinstance(child, dict | list)]
+    return depth
+
+
 _items_decoder = msgspec.json.Decoder(tuple[Item, ...])
 _items_encoder = msgspec.json.Encoder()
 

@@ -82,7 +82,7 @@ class ResponseCreate(Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stop: str | list[str] | None = None

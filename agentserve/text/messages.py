@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentserve.protocol.items import (
+    MAX_DEPTH,
     CustomToolCall,
     CustomToolCallOutput,
     FunctionCall,
@@ -22,6 +23,7 @@ from agentserve.protocol.items import (
     Message,
     Reasoning,
     Tool,
+    nesting,
 )
 from agentserve.text.opaque import ContentTable, Document
 
@@ -87,7 +89,10 @@ class ChatMessage:
 
 
 def call_arguments(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
-    """Arguments as an object; text that is not one (a broken call that the client kept) goes under `input`."""
+    """Arguments as an object; text that is not one (a broken call that the client kept) goes under `input`.
+
+    So does one that is nested too deeply for those who walk it.
+    """
     return {CUSTOM_INPUT: item.input} if isinstance(item, CustomToolCall) else _parsed(item.arguments)
 
 
@@ -96,7 +101,9 @@ def _parsed(arguments: str) -> dict[str, Any]:
     """Remembered, because a context brings all its calls again in every turn. Callers must not write to it."""
     try:
         value = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
+        value = arguments
+    if nesting(value, MAX_DEPTH) > MAX_DEPTH:
         value = arguments
     return value if isinstance(value, dict) else {CUSTOM_INPUT: value}
 

@@ -105,6 +105,10 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "unsupported_value", "text.format.type"),
     ({"input": "x", "background": True}, "unsupported_value", "background"),
     ({"input": "x", "truncation": "auto"}, "unsupported_value", "truncation"),
+    ({"input": "x", "stop": [""]}, "invalid_value", "stop"),
+    ({"input": "x", "stop": ["a"] * 65}, "invalid_value", "stop"),
+    ({"input": "x", "stop": "a" * 4097}, "invalid_value", "stop"),
+    ({"input": "x", "repetition_penalty": 1e-300}, "invalid_value", "repetition_penalty"),
     ({"input": "x", "conversation": "conv_1"}, "unsupported_value", "conversation"),
     ({"input": "x", "previous_response_id": "resp_unknown"}, "previous_response_not_found", "previous_response_id"),
     ({"input": "x", "previous_response_id": 5}, "invalid_value", "previous_response_id"),
@@ -141,7 +145,6 @@ BAD_FRAMES: list[tuple[str | bytes, str]] = [
     ('{"type":"response.create","stream_id":7}', "invalid_stream_id"),
     ('{"type":"response.cancel"}', "not_found"),
     ('{"type":"response.cancel","response_id":"resp_x"}', "not_found"),
-    ('{"type":"response.create","input":"\\ud800"}', "invalid_value"),
     (b"\x00\x01", "invalid_value"),
     (b'{"type":"response.create"}', "invalid_value"),
 ]
@@ -153,6 +156,20 @@ def test_a_wrong_frame_gets_an_error_and_the_socket_stays(socket: ClientConnecti
     event = json.loads(socket.recv(timeout=10))
     assert (event["type"], event["error"]["code"]) == ("error", code)
     still_usable(socket)
+
+
+@pytest.mark.parametrize("field", ["max_output_tokens", "top_k"])
+def test_a_count_beyond_64_bits_means_as_many_as_there_are(server: FakeServer, field: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": "hi", field: 10**30}, headers=AUTH)
+    assert answer.json()["status"] == "completed"
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(server: FakeServer) -> None:
+    """Agents cut tool output by length, in the middle of an emoji, and send what is left for the rest of the session."""
+    raw = r'{"input":"a\ud83d b \\ud83d \ud83d\ude00 \ude00"}'
+    answer = httpx.post(f"{server.url}/v1/responses", content=raw, headers=AUTH).json()
+    items = httpx.get(f"{server.url}/v1/responses/{answer['id']}/input_items", headers=AUTH).json()["data"]
+    assert items[0]["content"][0]["text"] == "a\ufffd b \\ud83d \U0001f600 \ufffd"
 
 
 def test_a_frame_over_the_limit_closes_with_1009(socket: ClientConnection) -> None:

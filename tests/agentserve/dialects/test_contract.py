@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from agentserve.dialects.registry import DIALECTS, get_dialect
+from agentserve.dialects.schema import typed_value
 from agentserve.dialects.stream import DialectParser
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol.items import CustomTool, FunctionTool, Tool
@@ -251,3 +252,8 @@ def test_a_cut_character_is_not_lost(name: str):
 def test_registry_names_what_it_knows():
     with pytest.raises(KeyError, match="hermes"):
         get_dialect("no such")
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, NaN]", "[" * 100_000])
+def test_what_json_cannot_hold_stays_a_string(text: str) -> None:
+    assert typed_value(text, frozenset({"number", "array"})) == text

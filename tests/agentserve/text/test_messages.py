@@ -14,6 +14,7 @@ from agentserve.protocol.items import (
     CustomTool,
     CustomToolCall,
     CustomToolCallOutput,
+    FunctionCall,
     FunctionCallOutput,
     FunctionTool,
     InputText,
@@ -21,6 +22,7 @@ from agentserve.protocol.items import (
     PlainText,
 )
 from agentserve.text.errors import TemplateError
+from agentserve.text.messages import call_arguments
 from agentserve.text.model_text import ModelText
 from agentserve.text.opaque import ContentTable, Document, to_json
 from agentserve.text.template import ChatTemplate
@@ -240,3 +242,10 @@ def test_json_of_hidden_contents_is_the_json_of_the_contents(plain: dict, ascii_
 def test_private_use_characters_in_contents_are_only_text():
     for family in FAMILIES:
         assert "a\U000f0001b\U00100000" in shown(model(family), user("a\U000f0001b\U00100000"))
+
+
+@pytest.mark.parametrize("depth", [65, 600, 200_000])
+def test_arguments_nested_beyond_walking_are_text(depth: int) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    call = FunctionCall(call_id="c", name="f", arguments=arguments)
+    assert call_arguments(call) == {"input": arguments}
