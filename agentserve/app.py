@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alembic.util.exc import CommandError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
 from agentserve.config import Config, unknown_names
 from agentserve.errors import ConfigError
+from agentserve.listen import listen
 from agentserve.metrics import Metrics
 from agentserve.security import load_tokens
 from agentserve.server import DrainingServer, create_app, uvicorn_config
@@ -31,13 +36,24 @@ RENDER_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One server, ready to be run by `server.serve()`. fresh_token: the token if it was generated just now."""
+    """One server, ready to be run by `serve()`. fresh_token: the token if it was generated just now."""
 
     config: Config
     worker: WorkerClient
     supervisor: Supervisor
     server: DrainingServer
+    store: SqlStore
     fresh_token: str | None
+
+    async def serve(self) -> None:
+        """Run until told to stop. Raises ConfigError if the address or the database cannot be used; nothing is started then."""
+        sockets = listen(self.config.server.host, self.config.server.port)
+        try:
+            await open_store(self.store, self.config)
+            await self.server.serve(sockets)
+        finally:
+            for one in sockets:
+                one.close()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -50,7 +66,7 @@ def compose(config: Config) -> Application:
     """Everything of one server, wired up. Starts nothing but reads the tokenizer. Raises ConfigError."""
     for name in unknown_names():
         log.warning("environment variable sets nothing name=%s", name)
-    Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+    make_state_dir(config)
     tokens, fresh_token = load_tokens(config.server)
     metrics = Metrics()
     worker = WorkerClient()
@@ -58,12 +74,11 @@ def compose(config: Config) -> Application:
     supervisor = Supervisor(worker, worker_settings(config))
     metrics.watch_worker(lambda: worker.ready, lambda: supervisor.restarts)
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
-    store = SqlStore(config.store)
+    store = make_store(config)
     services = Services(config, load_text(config, store), store, worker, threads, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        await store.open()
         supervisor.start()
         try:
             yield
@@ -74,7 +89,33 @@ def compose(config: Config) -> Application:
 
     app, api = create_app(services, tokens, lifespan)
     server = DrainingServer(uvicorn_config(app, services), api)
-    return Application(config, worker, supervisor, server, fresh_token)
+    return Application(config, worker, supervisor, server, store, fresh_token)
+
+
+def make_state_dir(config: Config) -> None:
+    try:
+        Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the state directory {config.state_dir}: {error.strerror}") from error
+
+
+def make_store(config: Config) -> SqlStore:
+    """Raises ConfigError if the URL means no database that this server can use. Opens no connection."""
+    try:
+        return SqlStore(config.store)
+    except (ArgumentError, ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"store.url cannot be used: {error}") from error
+
+
+async def open_store(store: SqlStore, config: Config) -> None:
+    """Connect and bring the schema up to date. Raises ConfigError with the database's own reason."""
+    try:
+        await store.open()
+    except (SQLAlchemyError, CommandError, OSError) as error:
+        await store.close()
+        reason = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        where = make_url(config.store.url).render_as_string(hide_password=True)
+        raise ConfigError(f"the sessions database {where} cannot be used: {' '.join(str(reason).split())}") from error
 
 
 def load_text(config: Config, store: SqlStore) -> ModelText:
@@ -84,11 +125,14 @@ def load_text(config: Config, store: SqlStore) -> ModelText:
         return ModelText.load(Path(config.model.dir), dialect=dialect, book=store.aliases)
     except (TextError, OSError, ValueError) as error:
         raise ConfigError(f"model {config.model.dir}: {error}") from error
+    except (AttributeError, LookupError, TypeError) as error:
+        what = "tokenizer_config.json or the chat template is not shaped as such files are"
+        raise ConfigError(f"model {config.model.dir}: {what} ({type(error).__name__}: {error})") from error
 
 
 def migrate(config: Config) -> str:
     """Bring the sessions database to the newest schema. Returns its revision. Raises sqlalchemy.exc.SQLAlchemyError."""
-    Path(config.state_dir).mkdir(parents=True, exist_ok=True)
+    make_state_dir(config)
     engine = connect(config.store.url, config.store.password_file)
     try:
         return str(upgrade(engine))

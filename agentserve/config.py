@@ -8,6 +8,7 @@ it came from; so is an unknown name in a file.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -261,7 +262,10 @@ def _finish(config: Config) -> Config:
     return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store)
 
 
+_LOOPBACK_IPV4 = re.compile(r"127(?:\.(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){1,3}")
+
+
 def is_loopback(host: str) -> bool:
     """True for localhost, 127.0.0.0/8 and ::1, with or without brackets."""
     name = host.strip("[]").lower()
-    return name in ("localhost", "::1") or (name.startswith("127.") and all(p.isdigit() for p in name.split(".")))
+    return name in ("localhost", "::1") or (_LOOPBACK_IPV4.fullmatch(name) is not None)

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from pathlib import Path
@@ -32,6 +33,8 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
 WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 """Addresses that mean every interface; browsers take some of them for this machine, so they are no good Host."""
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w-]+(?:\.[\w-]+)*)\.?)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
 
 
 def principal_named(name: str) -> Principal:
@@ -66,7 +69,7 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
         path = Path(config.token_file or "token")
         try:
             if path.exists():
-                token = path.read_text(encoding="utf-8").strip()
+                token = path.read_bytes().decode("utf-8", "surrogateescape").strip()
             else:
                 token = fresh = secrets.token_urlsafe(32)
                 _write_private(path, token + "\n")
@@ -74,6 +77,9 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
             raise ConfigError(f"cannot use token file {path}: {exc.strerror}") from exc
         if not token:
             raise ConfigError(f"token file {path} is empty; delete it and a new token is made")
+    for name, value in [("default", token), *config.tokens.items()]:
+        if not (value.isascii() and value.isprintable() and " " not in value):
+            raise ConfigError(f"the token of '{name}' cannot stand in a header; accepted: printable ASCII without spaces")
     if len(set(config.tokens.values()) | {token}) != len(config.tokens) + 1:
         raise ConfigError("two principals have the same token")
     return Tokens([("default", token), *config.tokens.items()]), fresh
@@ -154,10 +160,9 @@ class Guard:
 
 
 def _host_name(host: str) -> str:
-    """`[::1]:80` → `::1`, `Name:80` → `name`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().rstrip(".")
+    """`[::1]:80` → `::1`, `Name:80` → `name`, what is neither → empty."""
+    parts = _HOST.fullmatch(host)
+    return "" if parts is None else (parts[1] or parts[2]).lower()
 
 
 def _token(headers: dict[bytes, list[bytes]]) -> str | None:

@@ -249,7 +249,7 @@ class DrainingServer(uvicorn.Server):
         self._api = api
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self.servers:
+        for listener in (*self.servers, *(sockets or ())):
             listener.close()
         drain = asyncio.ensure_future(self._api.drain())
         while not drain.done() and not self.force_exit:
@@ -294,7 +294,7 @@ def _no_session(session_id: str) -> NotFound:
 
 def _limit(request: Request) -> int:
     raw = request.query_params.get("limit", "20")
-    if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw[:6]) <= MAX_PAGE:
+    if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= MAX_PAGE:
         raise InvalidValue(f"got '{raw[:16]}'; accepted: 1 to {MAX_PAGE}", "limit")
     return int(raw)
 

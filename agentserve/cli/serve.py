@@ -73,7 +73,11 @@ def serve(
         options.fail(str(error), status=2)
     # uvloop where it is installed: a token event costs about half of what it does on asyncio's own loop.
     with asyncio.Runner(loop_factory=application.server.config.get_loop_factory()) as runner:
-        raise typer.Exit(runner.run(_run(application)))
+        try:
+            status = runner.run(_run(application))
+        except ConfigError as error:
+            options.fail(str(error), status=2)
+    raise typer.Exit(status)
 
 
 async def _run(application: Application) -> int:
@@ -83,7 +87,7 @@ async def _run(application: Application) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn takes both over, drains, and raises them again for whoever had them before: this ends the process with 0.
         signal.signal(number, lambda _number, _frame: None)
-    serving = asyncio.ensure_future(server.serve())
+    serving = asyncio.ensure_future(application.serve())
     while not server.started and not serving.done():  # noqa: ASYNC110  (uvicorn has no event for it)
         await asyncio.sleep(0.01)
     if server.started:
@@ -94,8 +98,6 @@ async def _run(application: Application) -> int:
         telling.cancel()
     try:
         await serving
-    except SystemExit as error:  # how uvicorn says that it could not start
-        return int(error.code or 1)
     finally:
         progress.close()
     return 0 if server.started else 1

@@ -1,0 +1,142 @@
+"""What cannot be used at start is told in one line that names it, before anything runs; Host is read strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentserve.app import compose
+from agentserve.config import is_loopback, load
+from agentserve.errors import ConfigError
+from agentserve.security import _host_name
+
+DEMO_MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
+
+
+def start(state: Path, **flags: Any) -> None:
+    """Start a server as `serve` does; only ever called where it must refuse."""
+    named = {name.replace("__", "."): value for name, value in flags.items()}
+    config = load(flags={"state_dir": str(state), "server.port": 0, **named}, environ={"HOME": str(state)})
+    asyncio.run(compose(config).serve())
+
+
+def foreign_database(state: Path) -> None:
+    with sqlite3.connect(state / "sessions.db") as connection:
+        connection.execute("create table responses (x)")
+
+
+def newer_database(state: Path) -> None:
+    with sqlite3.connect(state / "sessions.db") as connection:
+        connection.execute("create table alembic_agentserve (version_num varchar(32) primary key)")
+        connection.execute("insert into alembic_agentserve values ('zzzz')")
+
+
+BAD_STATES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda d: (d / "sessions.db").write_bytes(os.urandom(4096)), "sessions.db cannot be used: file is not a database"),
+    (lambda d: (d / "sessions.db").mkdir(), "unable to open database file"),
+    (foreign_database, "already exists"),
+    (newer_database, "zzzz"),
+    (lambda d: (d / "token").write_text(" \n"), "is empty"),
+    (lambda d: (d / "token").mkdir(), "Is a directory"),
+    (lambda d: (d / "token").write_bytes(b"\xff\xfe\x00"), "cannot stand in a header"),
+    (lambda d: (d / "token").write_text("two\nlines"), "cannot stand in a header"),
+    (lambda d: (d / "token").write_text("pässword"), "cannot stand in a header"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_STATES)
+def test_an_unusable_state_directory_is_named(tmp_path: Path, spoil: Callable[[Path], Any], message: str) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        start(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
+    ({"store__url": "garbage"}, "store.url"),
+    ({"store__url": "mysql://x/y"}, "sqlite and postgresql are"),
+    ({"store__url": "postgresql://u@h:notaport/x"}, "store.url"),
+    ({"store__url": "postgresql://u@127.0.0.1:1/x", "store__password_file": "/nonexistent"}, "/nonexistent"),
+    ({"store__url": "postgresql://u:hunter2@127.0.0.1:1/x"}, r"u:\*\*\*@127.0.0.1:1/x cannot be used: .*refused"),
+    ({"state_dir": "/dev/null/x"}, "cannot make the state directory /dev/null/x: Not a directory"),
+    ({"server__host": "300.1.2.3"}, "server.host '300.1.2.3' has no address"),
+    ({"server__host": "a" * 70}, "has no address"),
+    ({"server__host": "203.0.113.7"}, "cannot listen on 203.0.113.7"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
+def test_an_unusable_setting_is_named(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        start(tmp_path, **flags)
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: Address already in use"):
+            start(tmp_path, server__port=port)
+    assert not (tmp_path / "sessions.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b"[1]"),
+        ("tokenizer_config.json", b'{"eos_token": 7, "chat_template": [{}]}'),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b'{"added_tokens": [5]}'),
+        ("chat_template.jinja", b"{% for x in %}"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_misshapen_text_files_of_a_model_are_refused_with_its_directory(tmp_path: Path, name: str, content: bytes) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    if b"chat_template" in content:
+        (model / "chat_template.jinja").unlink()
+    (model / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"model {model}: "):
+        start(tmp_path / "state", model__dir=str(model))
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST.", "localhost:1", "127.0.0.1:8741", "127.1", "127.255.0.9", "[::1]", "[::1]:80"]
+)
+def test_loopback_hosts_are_known(host: str) -> None:
+    assert is_loopback(_host_name(host))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "[::1]evil.example",
+        "[::1]:80:evil",
+        "[::1",
+        "::1",
+        "localhost:80:evil",
+        "localhost:80x",
+        "localhost.evil.example",
+        "user@localhost",
+        "localhost/evil",
+        "localhost..",
+        "127.999.0.1",
+        "127.\u00b2.1.1",
+        "127.0.0.0.1",
+        "127.0.0.1.evil.example",
+        "",
+        ":80",
+    ],
+)
+def test_what_only_begins_like_a_loopback_host_is_none(host: str) -> None:
+    assert not is_loopback(_host_name(host))
