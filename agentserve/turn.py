@@ -330,6 +330,9 @@ class Turn:
                 report = self.services.contexts.explain(
                     self._render_request, rendered, frame.divergence, frame.cause, self.services.text.token_text
                 )
+                if report.cause == "appended":
+                    # What it parts from is no context that the client knows: tokens that were generated and not delivered.
+                    report = None
             self.events.cache_report(**cache_report(frame, rendered, self.request, report))
 
     def _ended(self, frame: TurnFinished | TurnFailed) -> None:

@@ -95,13 +95,12 @@ class Contexts:
         """
         with self._lock:
             told = [t for t in reversed(self._told.values()) if t.request.salt == request.salt]
-        ranked = [(_shared(t.ids, rendered.ids), t) for t in told]
+        ranked = sorted(((_shared(t.ids, rendered.ids), t) for t in told), key=lambda r: -r[0])
         if position < _first(rendered):
-            same = [(shared, t) for shared, t in ranked if _same_conversation(t.request, request)]
-            if same:
-                return max(same, key=lambda r: r[0])[1]
-        best = max(ranked, key=lambda r: r[0], default=None)
-        return best[1] if best is not None and best[0] >= position else None
+            same = next((t for _, t in ranked if _same_conversation(t.request, request)), None)
+            if same is not None:
+                return same
+        return ranked[0][1] if ranked and ranked[0][0] >= position else None
 
 
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
@@ -128,8 +127,7 @@ def _dropped(items: Sequence[Item], rendered: Rendered, here: int) -> int:
 
 def _same_conversation(old: RenderRequest, new: RenderRequest) -> bool:
     """They have an item in common."""
-    said = {_plain(i) for i in old.items}
-    return any(_plain(i) in said for i in new.items)
+    return any(map({_plain(i) for i in new.items}.__contains__, map(_plain, old.items)))
 
 
 def _plain(item: Item) -> tuple[str, ...]:
@@ -169,7 +167,9 @@ def _cause(
     if reason == "system_changed" and not _same_conversation(old, request):
         return "new_context"
     behind = {_plain(i) for i in old.items[index + 1 :]}
-    if reason == "message_changed" and behind and behind.isdisjoint(_plain(i) for i in request.items):
+    # All that came behind it is gone (a summary took its place), or it is one of those (what was before it was left out).
+    gone = bool(behind) and behind.isdisjoint(map(_plain, request.items))
+    if reason == "message_changed" and (gone or _plain(now) in behind):
         return "history_replaced"
     return reason
 

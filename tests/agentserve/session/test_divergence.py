@@ -126,6 +126,16 @@ def test_an_edited_message_is_not_a_replaced_history(family: str):
 
 
 @families
+def test_a_window_that_slides_replaces_history(family: str):
+    agent = session(family, retain="all")
+    agent.add(user("And tomorrow?"))
+    agent.turn(reasoning="r", text="Rain.")
+    agent.items = agent.items[next(i for i, x in enumerate(agent.items) if x == user("And tomorrow?")) :]
+    agent.add(user("Thanks."))
+    assert (agent.why().cause, agent.why().item) == ("history_replaced", 0)
+
+
+@families
 def test_another_conversation_with_other_instructions_is_a_new_context(family: str):
     agent = session(family, retain="all")
     agent.request = replace(agent.request, instructions="Be long.")
