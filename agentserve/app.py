@@ -14,6 +14,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+import statecache.index.connect
 from agentserve.config import Config, unknown_names
 from agentserve.errors import ConfigError
 from agentserve.listen import listen
@@ -131,13 +132,15 @@ def load_text(config: Config, store: SqlStore) -> ModelText:
 
 
 def migrate(config: Config) -> str:
-    """Bring the sessions database to the newest schema. Returns its revision. Raises sqlalchemy.exc.SQLAlchemyError."""
+    """Bring both databases to the newest schema. Returns their revisions. Raises sqlalchemy.exc.SQLAlchemyError."""
     make_state_dir(config)
     engine = connect(config.store.url, config.store.password_file)
+    index = statecache.index.connect.connect(config.model.checkpoints_url)
     try:
-        return str(upgrade(engine))
+        return f"{upgrade(engine)}, {upgrade(index, 'statecache')}"
     finally:
         engine.dispose()
+        index.dispose()
 
 
 def worker_settings(config: Config) -> WorkerSettings:
@@ -153,6 +156,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         disk_cache_bytes=model.disk_cache_bytes,
         disk_reserve_bytes=model.disk_reserve_bytes,
         disk_bytes_per_hour=model.disk_bytes_per_hour,
+        checkpoints_url=model.checkpoints_url,
         log_level=config.log.level,
         engine=model.engine,
     )

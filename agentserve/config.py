@@ -79,6 +79,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ram_cache_bytes, disk_cache_bytes: what saved states may take, 0 = none; on disk they survive a restart, and the budget is
     for all models of the state directory. disk_reserve_bytes: free space left to others, states are given up for it.
     disk_bytes_per_hour: most that is written, 0 = no limit.
+    checkpoints_url: SQLAlchemy URL of the index over them; empty = SQLite in the state directory.
     engine: further fields of the engine's config, by name.
     """
 
@@ -92,6 +93,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
     disk_bytes_per_hour: Annotated[int, Meta(ge=0)] = 0
+    checkpoints_url: str = ""
     engine: dict[str, int | float | str | bool] = {}
 
 
@@ -259,6 +261,8 @@ def _finish(config: Config) -> Config:
         server = msgspec.structs.replace(server, token_file=str(state / "token"))
     if not store.url:
         store = msgspec.structs.replace(store, url=f"sqlite:///{state / 'sessions.db'}")
+    if not model.checkpoints_url:
+        model = msgspec.structs.replace(model, checkpoints_url=f"sqlite:///{state / 'checkpoints.db'}")
     return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store)
 
 

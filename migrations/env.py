@@ -8,7 +8,10 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from agentserve.session.tables import metadata
+from agentserve.session.tables import metadata as sessions
+from statecache.index.tables import metadata as segments
+
+METADATA = {"agentserve": sessions, "statecache": segments}
 
 
 def _argument(name: str, default: str) -> str:
@@ -19,7 +22,7 @@ def _run(connection: Connection) -> None:
     branch = _argument("branch", "agentserve")
     context.configure(
         connection=connection,
-        target_metadata=metadata if branch == "agentserve" else None,
+        target_metadata=METADATA.get(branch),
         version_table=f"alembic_{branch}",
         render_as_batch=connection.dialect.name == "sqlite",
     )

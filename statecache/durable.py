@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
 from statecache.directory import CLAIM_WAIT_S, Claim, claim, describe, folder_of, make_room
-from statecache.errors import TierFailed
+from statecache.errors import SegmentBad, TierFailed
+from statecache.index.connect import connect
+from statecache.index.ledger import Ledger
 from statecache.index.radix import RadixIndex
+from statecache.index.tables import metadata
 from statecache.policy import Policy
 from statecache.recover import Progress
 from statecache.store import StateCache
@@ -20,12 +27,15 @@ from statecache.types import Layout
 from statecache.writer import Writer
 
 log = logging.getLogger(__name__)
+USES_S = 60.0
+"""Between updates of when checkpoints were used."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
     """root: directory of all namespaces. budget_bytes: of all of them together, 0 = no disk tier. reserve_bytes: free space
-    that is left to others. bytes_per_hour: most that is written, 0 = no limit. claim_wait_s: for another process to let go.
+    that is left to others. index_url: SQLAlchemy URL of the durable index, "" = none.
+    bytes_per_hour: most that is written, 0 = no limit. claim_wait_s: for another process to let go.
     """
 
     root: Path
@@ -33,14 +43,18 @@ class DiskSettings:
     reserve_bytes: int = 2 << 30
     bytes_per_hour: int = 0
     claim_wait_s: float = CLAIM_WAIT_S
+    index_url: str = ""
 
 
 class SavedStates:
     """The cache of one model with what keeps it durable. writer: None without a disk tier. Close it at the end."""
 
-    def __init__(self, cache: StateCache, writer: Writer | None = None, held: Claim | None = None) -> None:
+    def __init__(
+        self, cache: StateCache, writer: Writer | None = None, held: Claim | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.cache = cache
         self.writer = writer
+        self.ledger = ledger
         self._held = held
 
     def want(self, checkpoint_ids: Sequence[str]) -> None:
@@ -61,6 +75,9 @@ class SavedStates:
         if self.writer is not None:
             done = self.writer.close(limit_s, everything=everything)
             log.info("saved states written back complete=%s", done)
+        if self.ledger is not None:
+            self.ledger.note_uses(_epoch(self.cache.uses()))
+            self.ledger.close()
         if self._held is not None:
             self._held.release()
 
@@ -73,10 +90,14 @@ def open_states(
     *,
     model: str = "",
     policy: Policy | None = None,
+    prepare: Callable[[Engine], object] = metadata.create_all,
     progress: Progress = lambda fraction, what: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SavedStates:
-    """Open or make the saved states of a namespace. A disk that cannot be used is a warning, and memory alone is used."""
+    """Open or make the saved states of a namespace. A disk that cannot be used is a warning, and memory alone is used.
+
+    prepare: brings the schema of the durable index up to date. progress: told while states are looked for.
+    """
     tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes)]
     held: Claim | None = None
     if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
@@ -99,11 +120,64 @@ def open_states(
     )
     if len(tiers) == 1:
         return SavedStates(cache, None, held)
+    assert disk is not None
+    tier = tiers[1]
+    assert isinstance(tier, DiskTier)
+    ledger = _open_ledger(disk.index_url, namespace, prepare)
     began = time.monotonic()
     try:
-        found = cache.recover(progress=progress)
-        log.info("checkpoints found count=%d bytes=%d s=%.2f", found, tiers[1].used_bytes, time.monotonic() - began)
+        found = _recover(cache, tier, ledger, progress)
+        log.info("checkpoints found count=%d bytes=%d s=%.2f", found, tier.used_bytes, time.monotonic() - began)
     except OSError as error:
         log.warning("saved states on disk were not read: %s", error)
-    assert disk is not None
-    return SavedStates(cache, Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock), held)
+    after_copy = (lambda: None) if ledger is None else _AfterCopy(cache, ledger)
+    writer = Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock, after_copy=after_copy)
+    return SavedStates(cache, writer, held, ledger)
+
+
+class _AfterCopy:
+    """Brings the ledger in step; once in a while also with what was used."""
+
+    def __init__(self, cache: StateCache, ledger: Ledger) -> None:
+        self._cache = cache
+        self._ledger = ledger
+        self._uses_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._uses_at > USES_S:
+            self._uses_at = time.monotonic()
+            self._ledger.note_uses(_epoch(self._cache.uses()))
+        self._ledger.flush()
+
+
+def _open_ledger(url: str, namespace: bytes, prepare: Callable[[Engine], object]) -> Ledger | None:
+    if not url:
+        return None
+    try:
+        return Ledger(connect(url), namespace, prepare=prepare)
+    except (SQLAlchemyError, ValueError, OSError) as error:
+        log.warning("no checkpoint index: %s", error)
+        return None
+
+
+def _recover(cache: StateCache, tier: DiskTier, ledger: Ledger | None, progress: Progress) -> int:
+    """Find the checkpoints on disk, opening only files that the ledger does not know; then bring the ledger in step."""
+    if ledger is None:
+        return cache.recover(progress=progress)
+    known = ledger.known()
+    found = cache.recover(known, progress)
+    sizes = tier.sizes()
+    for key in known.keys() - sizes.keys():
+        ledger.note(key, None, 0)
+    for key, nbytes in sizes.items():
+        if key not in known or known[key].nbytes != nbytes:
+            with contextlib.suppress(SegmentBad):
+                ledger.note(key, tier.header(key), nbytes)
+    tier.on_change = ledger.note
+    ledger.flush()
+    return found
+
+
+def _epoch(uses: Iterable[tuple[bytes, int, float]]) -> list[tuple[bytes, int, float]]:
+    now = time.time()
+    return [(key, hits, now - age_s) for key, hits, age_s in uses]

@@ -51,33 +51,16 @@ def recover(
 
     known: what an index remembers; a segment that still has the remembered size is not opened. A bad one is set aside.
     """
-    headers = _headers(shelf, namespace, known or {}, progress)
-    salts: dict[bytes, bytes] = {}
-    adopted: set[bytes] = set()
-    by_start = sorted((h.start, key) for key, h in headers.items() if h.what == "extent")
-    for _, key in by_start:
-        if _adopt_extent(shelf, key, headers[key], salts, hash128):
-            adopted.add(key)
-    found = 0
-    for key, header in headers.items():
-        if header.what == "state":
-            record = _adopt_state(shelf, kept, key, header, salts, checkpoint_id, now)
-            if record is not None:
-                found += 1
-                adopted.add(key)
-                adopted |= _adopt_logits(shelf, record, headers)
-                memory = known.get(key) if known else None
-                if memory is not None:
-                    record.hits, record.used_at = memory.hits, now - memory.age_s
-    for extent in {block.extent for block in shelf.blocks.values()}:
-        if extent.live == 0:
-            adopted.discard(extent.key)
-            for block in extent.blocks:
-                del shelf.blocks[block.key]
-    for key in list(shelf.tier.keys()):
-        if key not in adopted:
-            shelf.tier.delete(key)
-    return found
+    known = known or {}
+    adoption = _Adoption(shelf, kept, checkpoint_id, hash128, now, known)
+    headers = _headers(shelf, namespace, known, progress)
+    adoption.run(headers)
+    doubtful = headers.keys() - adoption.adopted & known.keys()
+    if doubtful:  # perhaps only the index is wrong: nothing is deleted on its word
+        files = _headers(shelf, namespace, {key: known[key] for key in known.keys() - doubtful}, progress)
+        adoption.run({key: header for key, header in files.items() if key not in adoption.adopted})
+    adoption.discard_the_rest()
+    return adoption.found
 
 
 def _headers(
@@ -105,74 +88,115 @@ def _headers(
     return headers
 
 
-def _adopt_extent(shelf: Shelf, key: bytes, header: SegmentHeader, salts: dict[bytes, bytes], hash128: Hash128) -> bool:
-    count = len(header.tokens) // _ID_BYTES
-    first = header.start // BLOCK_TOKENS
-    parent = shelf.blocks.get(header.parent) if header.parent else None
-    if count == 0 or header.start % BLOCK_TOKENS or (first + count) * BLOCK_TOKENS != header.position:
-        return False
-    if first != (parent.index + 1 if parent else 0) or (parent and salts[parent.key] != header.salt):
-        return False
-    chain = KeyChain(header.namespace, header.salt, known=header.parent, hash128=hash128)
-    chain.extend(header.tokens)
-    keys = chain.joined[len(header.parent) :]
-    names = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
-    if names[-1] != header.key or not shelf.blocks.keys().isdisjoint(names):
-        return False
-    extent = Extent(key)
-    extent.nbytes = shelf.tier.cost(header, {"kv": len(names) * BLOCK_TOKENS * shelf.layout.kv_token_bytes})
-    for i, name in enumerate(names):
-        parent = Block(name, parent, first + i, header.tokens[i * _ID_BYTES : (i + 1) * _ID_BYTES], extent)
-        extent.blocks.append(parent)
-        shelf.blocks[name] = parent
-        salts[name] = header.salt
-    return True
+class _Adoption:
+    """Segments that join a shelf, extents first. adopted: their keys. salts: of the blocks among them."""
 
+    def __init__(
+        self,
+        shelf: Shelf,
+        kept: Residency,
+        checkpoint_id: Callable[[Path], str],
+        hash128: Hash128,
+        now: float,
+        known: Mapping[bytes, Known],
+    ) -> None:
+        self._shelf = shelf
+        self._kept = kept
+        self._id = checkpoint_id
+        self._hash128 = hash128
+        self._now = now
+        self._known = known
+        self._salts: dict[bytes, bytes] = {}
+        self.adopted: set[bytes] = set()
+        self.found = 0
 
-def _adopt_state(
-    shelf: Shelf,
-    kept: Residency,
-    key: bytes,
-    header: SegmentHeader,
-    salts: dict[bytes, bytes],
-    checkpoint_id: Callable[[Path], str],
-    now: float,
-) -> Record | None:
-    tail = shelf.blocks.get(header.key) if header.key else None
-    blocks = header.position // BLOCK_TOKENS
-    if blocks != (tail.index + 1 if tail else 0) or (tail and salts[tail.key] != header.salt):
-        return None
-    if header.start != blocks * BLOCK_TOKENS or len(header.tokens) != 4 * (header.position - header.start):
-        return None
-    chain: list[Block] = []
-    block = tail
-    while block is not None:
-        chain.append(block)
-        block = block.parent
-    chain.reverse()
-    ids = b"".join(b.ids for b in chain) + header.tokens
-    path = Path(header.namespace, header.salt, ids, b"".join(b.key for b in chain))
-    name = checkpoint_id(path)
-    if key != b"s" + bytes.fromhex(name):
-        return None
-    record = kept.records.get(name)
-    if record is None:
-        kind = BoundaryKind(header.kind) if header.kind in set(BoundaryKind) else BoundaryKind.PARTIAL
-        record = Record(name, header.namespace, header.salt, header.position, kind, header.item, header.tokens, now)
-    sizes = {"kv.tail": len(header.tokens) // 4 * shelf.layout.kv_token_bytes}
-    sizes |= {f"state.{component}": size for component, size in shelf.layout.state}
-    shelf.holdings[name] = Holding(tail, key, shelf.tier.cost(header, sizes))
-    shelf.hold(tail)
-    kept.commit(record, path)
-    return record
+    def run(self, headers: Mapping[bytes, SegmentHeader]) -> None:
+        by_start = sorted((h.start, key) for key, h in headers.items() if h.what == "extent")
+        self.adopted.update(key for _, key in by_start if self._extent(key, headers[key]))
+        for key, header in headers.items():
+            if header.what != "state":
+                continue
+            record = self._state(key, header)
+            if record is None:
+                continue
+            self.found += 1
+            self.adopted |= {key} | self._logits(record, headers)
+            memory = self._known.get(key)
+            if memory is not None:
+                record.hits, record.used_at = memory.hits, self._now - memory.age_s
 
+    def discard_the_rest(self) -> None:
+        shelf = self._shelf
+        for extent in {block.extent for block in shelf.blocks.values()}:
+            if extent.live == 0:
+                self.adopted.discard(extent.key)
+                for block in extent.blocks:
+                    del shelf.blocks[block.key]
+        for key in list(shelf.tier.keys()):
+            if key not in self.adopted:
+                shelf.tier.delete(key)
 
-def _adopt_logits(shelf: Shelf, record: Record, headers: dict[bytes, SegmentHeader]) -> set[bytes]:
-    key = b"l" + bytes.fromhex(record.id)
-    header = headers.get(key)
-    if header is None or (header.what, header.position, header.salt) != ("logits", record.position, record.salt):
-        return set()
-    holding = shelf.holdings[record.id]
-    holding.logits_key = key
-    holding.logits_bytes = shelf.tier.cost(header, {"logits": 4 * shelf.layout.vocab_size})
-    return {key}
+    def _extent(self, key: bytes, header: SegmentHeader) -> bool:
+        shelf, salts = self._shelf, self._salts
+        count = len(header.tokens) // _ID_BYTES
+        first = header.start // BLOCK_TOKENS
+        parent = shelf.blocks.get(header.parent) if header.parent else None
+        if count == 0 or header.start % BLOCK_TOKENS or (first + count) * BLOCK_TOKENS != header.position:
+            return False
+        if first != (parent.index + 1 if parent else 0) or (parent and salts[parent.key] != header.salt):
+            return False
+        chain = KeyChain(header.namespace, header.salt, known=header.parent, hash128=self._hash128)
+        chain.extend(header.tokens)
+        keys = chain.joined[len(header.parent) :]
+        names = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        if names[-1] != header.key or not shelf.blocks.keys().isdisjoint(names):
+            return False
+        extent = Extent(key)
+        extent.nbytes = shelf.tier.cost(header, {"kv": len(names) * BLOCK_TOKENS * shelf.layout.kv_token_bytes})
+        for i, name in enumerate(names):
+            parent = Block(name, parent, first + i, header.tokens[i * _ID_BYTES : (i + 1) * _ID_BYTES], extent)
+            extent.blocks.append(parent)
+            shelf.blocks[name] = parent
+            salts[name] = header.salt
+        return True
+
+    def _state(self, key: bytes, header: SegmentHeader) -> Record | None:
+        shelf, kept, salts = self._shelf, self._kept, self._salts
+        tail = shelf.blocks.get(header.key) if header.key else None
+        blocks = header.position // BLOCK_TOKENS
+        if blocks != (tail.index + 1 if tail else 0) or (tail and salts[tail.key] != header.salt):
+            return None
+        if header.start != blocks * BLOCK_TOKENS or len(header.tokens) != 4 * (header.position - header.start):
+            return None
+        chain: list[Block] = []
+        block = tail
+        while block is not None:
+            chain.append(block)
+            block = block.parent
+        chain.reverse()
+        ids = b"".join(b.ids for b in chain) + header.tokens
+        path = Path(header.namespace, header.salt, ids, b"".join(b.key for b in chain))
+        name = self._id(path)
+        if key != b"s" + bytes.fromhex(name):
+            return None
+        record = kept.records.get(name)
+        if record is None:
+            kind = BoundaryKind(header.kind) if header.kind in set(BoundaryKind) else BoundaryKind.PARTIAL
+            record = Record(name, header.namespace, header.salt, header.position, kind, header.item, header.tokens, self._now)
+        sizes = {"kv.tail": len(header.tokens) // 4 * shelf.layout.kv_token_bytes}
+        sizes |= {f"state.{component}": size for component, size in shelf.layout.state}
+        shelf.holdings[name] = Holding(tail, key, shelf.tier.cost(header, sizes))
+        shelf.hold(tail)
+        kept.commit(record, path)
+        return record
+
+    def _logits(self, record: Record, headers: Mapping[bytes, SegmentHeader]) -> set[bytes]:
+        shelf = self._shelf
+        key = b"l" + bytes.fromhex(record.id)
+        header = headers.get(key)
+        if header is None or (header.what, header.position, header.salt) != ("logits", record.position, record.salt):
+            return set()
+        holding = shelf.holdings[record.id]
+        holding.logits_key = key
+        holding.logits_bytes = shelf.tier.cost(header, {"logits": 4 * shelf.layout.vocab_size})
+        return {key}

@@ -65,6 +65,7 @@ class StateCache:
         self._lock = threading.RLock()
         self._copying = threading.RLock()
         self._write_behind = write_behind
+        self._uses_told = clock()
         shelves = [Shelf(tier, layout) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
         self._matches = self._misses = self._matched_tokens = self._asked_tokens = self._collisions = 0
@@ -225,6 +226,14 @@ class StateCache:
                 arguments = (shelf, self._kept, self.namespace, self._id, self._hash128, self._clock())
                 recover(*arguments, known=known, progress=progress)
             return len(self._kept.records)
+
+    def uses(self) -> list[tuple[bytes, int, float]]:
+        """(state segment in the second tier, hits, seconds since used) of what was used since the last call."""
+        with self._lock:
+            now, since, self._uses_told = self._clock(), self._uses_told, self._clock()
+            held = self._kept.shelves[1].holdings if len(self._kept.shelves) > 1 else {}
+            used = [(held[i].state_key, self._kept.records[i]) for i in held]
+            return [(key, r.hits, now - r.used_at) for key, r in used if r.used_at >= since]
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
         """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored."""

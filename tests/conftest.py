@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+pytest_plugins = ["tests.fakes.databases"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from agentserve.session.database import upgrade
 from agentserve.worker.messages import (
     PROTOCOL_VERSION,
     CancelTurn,
@@ -147,8 +148,17 @@ def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) 
         settings.disk_cache_bytes,
         settings.disk_reserve_bytes,
         settings.disk_bytes_per_hour,
+        index_url=settings.checkpoints_url or f"sqlite:///{Path(settings.state_dir) / 'checkpoints.db'}",
     )
-    return open_states(namespace, layout, settings.ram_cache_bytes, disk, model=settings.model_name, progress=progress)
+    return open_states(
+        namespace,
+        layout,
+        settings.ram_cache_bytes,
+        disk,
+        model=settings.model_name,
+        prepare=lambda database: upgrade(database, "statecache"),
+        progress=progress,
+    )
 
 
 def token_table(settings: WorkerSettings, vocab_size: int) -> Sequence[bytes]:

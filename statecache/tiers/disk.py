@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,8 @@ class DiskTier:
         self._sizes: dict[bytes, int] = {}
         self._used = 0
         self._counts = threading.Lock()
+        self.on_change: Callable[[bytes, SegmentHeader | None, int], None] = lambda key, header, nbytes: None
+        """Told of each segment that was written (bytes charged) or is gone (None)."""
         self._serial = itertools.count()
         self._quarantine = root / "quarantine"
         self._quarantine.mkdir(parents=True, exist_ok=True)
@@ -111,6 +113,7 @@ class DiskTier:
         with self._counts:
             self._used += cost - self._sizes.get(key, 0)
             self._sizes[key] = cost
+        self.on_change(key, header, cost)
         return cost
 
     def header(self, key: bytes) -> SegmentHeader:
@@ -145,12 +148,14 @@ class DiskTier:
                 self._path(key).unlink(missing_ok=True)
             except OSError as error:  # read-only now; the next start finds it again
                 log.warning("segment not deleted tier=%s reason=%s", self.name, error.strerror)
+            self.on_change(key, None, 0)
         return size
 
     def set_aside(self, key: bytes, reason: str) -> None:
         """Move a bad segment to the quarantine, with the reason in a file beside it."""
         if self._forget(key):
             self._move_aside(self._path(key), reason)
+            self.on_change(key, None, 0)
 
     @property
     def root(self) -> Path:

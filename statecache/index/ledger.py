@@ -1,0 +1,167 @@
+"""Keeps the durable index in step with the disk tier, and lives without it.
+
+Changes are noted in memory and written by flush(), files first and rows later: a row may name a file that is gone and a file
+may have no row, and recovery settles both. So a database that is away costs a slower next start and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from statecache.index import queries
+from statecache.index.connect import file_of
+from statecache.index.tables import metadata
+from statecache.recover import Known
+from statecache.tiers.base import SegmentHeader
+
+log = logging.getLogger(__name__)
+MOST_NOTES = 20_000
+"""Held while the database is away; beyond this it is brought in step at the next start."""
+RETRY_S = 10.0
+
+
+class Ledger:
+    """Rows of one namespace. prepare(engine): brings the schema up to date; called before first use, and again after failures.
+
+    Errors of the database are told once and kept inside. note() may be called from any thread, the rest from one at a time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        namespace: bytes,
+        *,
+        prepare: Callable[[Engine], object] = metadata.create_all,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._namespace = namespace
+        self._prepare = prepare
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._notes: dict[bytes, tuple[SegmentHeader, int] | None] = {}
+        self._uses: dict[bytes, tuple[int, float]] = {}
+        self._prepared = False
+        self._retry_at = 0.0
+        self.trouble = ""
+
+    @property
+    def waiting(self) -> int:
+        """Changes that are not in the database yet."""
+        return len(self._notes)
+
+    def note(self, key: bytes, header: SegmentHeader | None, nbytes: int) -> None:
+        """A segment was written, or deleted (header None)."""
+        with self._lock:
+            if key in self._notes or len(self._notes) < MOST_NOTES:
+                self._notes[key] = None if header is None else (header, nbytes)
+
+    def note_uses(self, uses: Iterable[tuple[bytes, int, float]]) -> None:
+        """(state segment, hits, seconds since the epoch)"""
+        with self._lock:
+            for key, hits, at in uses:
+                self._uses[key] = (hits, at)
+
+    def known(self) -> dict[bytes, Known]:
+        """What the database remembers; nothing when it cannot be read. A broken SQLite file is set aside and begun anew."""
+        for attempt in (0, 1):
+            try:
+                self._ready()
+                with self._engine.connect() as connection:
+                    return queries.known(connection, self._namespace)
+            except SQLAlchemyError as error:
+                if attempt == 0 and _is_damage(error) and self._set_aside():
+                    continue
+                self._failed(error)
+                break
+        return {}
+
+    def flush(self) -> bool:
+        """Write what was noted. False when the database cannot be written now; it is tried again later."""
+        if self.trouble and self._clock() < self._retry_at:
+            return False
+        with self._lock:
+            notes, self._notes = self._notes, {}
+            uses, self._uses = self._uses, {}
+        if not notes and not uses:
+            return True
+        rows = {key: row for key, row in notes.items() if row is not None}
+        gone = [key for key, row in notes.items() if row is None]
+        try:
+            self._ready()
+            with self._engine.execution_options(writes=True).begin() as connection:
+                queries.forget(connection, self._namespace, gone)
+                queries.remember(connection, self._namespace, rows)
+                queries.used(connection, self._namespace, ((key, *use) for key, use in uses.items() if key not in notes))
+        except SQLAlchemyError as error:
+            self._failed(error)
+            with self._lock:
+                self._notes = notes | self._notes
+                self._uses = uses | self._uses
+            return False
+        if self.trouble:
+            log.warning("checkpoint index works again")
+            self.trouble = ""
+        return True
+
+    def forget_all(self) -> None:
+        """Begin anew. Raises SQLAlchemyError."""
+        self._ready()
+        with self._engine.execution_options(writes=True).begin() as connection:
+            queries.forget_all(connection, self._namespace)
+
+    def close(self) -> None:
+        self.flush()
+        self._engine.dispose()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ready(self) -> None:
+        if self._prepared:
+            return
+        try:
+            self._prepare(self._engine)
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # a schema that this version does not know
+            raise SQLAlchemyError(str(error)) from error
+        self._prepared = True
+
+    def _failed(self, error: SQLAlchemyError) -> None:
+        self._prepared = False
+        self._retry_at = self._clock() + RETRY_S
+        reason = str(error.__cause__ or error).splitlines()[0]
+        if not self.trouble:
+            log.warning("checkpoint index cannot be used now, the next start may take longer: %s", reason)
+        self.trouble = reason
+
+    def _set_aside(self) -> bool:
+        """Rename a SQLite file that is no database; True if there was one."""
+        file = file_of(self._engine)
+        if file is None or not file.exists():
+            return False
+        self._engine.dispose()
+        self._prepared = False
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                part = file.with_name(file.name + suffix)
+                if part.exists():
+                    part.rename(file.with_name(f"{file.name}.bad{suffix}"))
+        except OSError as error:
+            log.warning("checkpoint index not set aside: %s", error.strerror)
+            return False
+        log.warning("checkpoint index was damaged and is written anew file=%s", file.name)
+        return True
+
+
+def _is_damage(error: SQLAlchemyError) -> bool:
+    """Whether SQLite says that its file is damaged, rather than locked or out of reach."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
