@@ -1,5 +1,3 @@
-# ruff: noqa: E501
-# ruff: noqa: E501
 """Kinds composed from a verb, an everyday thing and a few arguments out of a library, new for every session.
 
 "Find running shoes under 80 euros in size 42": the tool search_shoes(query, max_price, size) has never been written down.

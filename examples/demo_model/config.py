@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """The demo model's shape, in one place. Sizes are counts; see README.md for why they are what they are."""
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ class Shape:
             rms_norm_eps=self.eps, tie_word_embeddings=True, linear_conv_kernel_dim=self.conv, linear_key_head_dim=self.delta_dim,
             linear_value_head_dim=self.delta_dim, linear_num_key_heads=self.key_heads, linear_num_value_heads=self.value_heads,
             moe_intermediate_size=self.expert_width, shared_expert_intermediate_size=self.shared_width,
-            num_experts_per_tok=self.top_k, num_experts=self.experts, full_attention_interval=self.attention_every,
+            num_experts_per_tok=self.top_k, num_experts=self.experts,
+            layer_types=["full_attention" if self.is_attention(i) else "linear_attention" for i in range(self.layers)],
             router_aux_loss_coef=0.0001,
             rope_parameters={"rope_type": "default", "rope_theta": self.theta, "partial_rotary_factor": self.rotary_share,
                              "mrope_section": [3, 3, 2], "mrope_interleaved": True},

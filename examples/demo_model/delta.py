@@ -72,11 +72,11 @@ def scan(
 
         return delta_triton.scan_forward(u, w, q, k, attn, decay, chunks)
     states = []
-    state = None
+    state = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1])
     out = torch.empty_like(u)
     for index in range(u.shape[0]):
         if index % chunks == 0:
-            state = u.new_zeros(u.shape[1], k.shape[-1], u.shape[-1])
+            state = torch.zeros_like(state)
         states.append(state)
         fresh = u[index] - w[index] @ state
         out[index] = q[index] @ state + attn[index] @ fresh

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Sessions: a set of tools, a system prompt and turns of several shapes.
 
 A turn is one user message and everything up to the next: steps of calls with their results, then an answer.

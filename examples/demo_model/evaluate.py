@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Plays held-out dialogues with a model that really has to call the tools, and counts what it gets right.
 
     python -m examples.demo_model.evaluate --model agentserve/demo_model --dialogues 300 --sessions 30
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from examples.demo_model.dialogues import Session, Turn, Writer
 from examples.demo_model.rows import (
@@ -183,7 +183,9 @@ def _advance(play: Play, output: Output, counts: Counts) -> list[Piece] | None:
         return result_pieces(results)
     counts["turns"] += 1
     called = play.good and play.step >= len(turn.steps)
-    answered = called and output.ended and all(value in output.text for value in turn.must)
+    answered = (
+        called and output.ended and all(value.casefold() in output.text.casefold() for value in turn.must)
+    )
     if called and not answered:
         play.failures.append(
             {
@@ -224,8 +226,9 @@ def transformers_backend(
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-    pad, stop = encoder.special.token_to_id("<|endoftext|>"), encoder.special.token_to_id("<|im_end|>")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.eval().to(device)
+    pad, stop = encoder.token("<|endoftext|>"), encoder.token("<|im_end|>")
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]]) -> list[list[int]]:

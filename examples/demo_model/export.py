@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Stacked training parameters ↔ a transformers checkpoint folder."""
 
 from __future__ import annotations

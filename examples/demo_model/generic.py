@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Kinds composed from a verb and a noun ("archive_invoice"), so that the model meets thousands of different tools."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Kinds a coding agent uses: files, search, shell, git, services, databases."""
 
 from examples.demo_model.kinds import Chain, arg, kind

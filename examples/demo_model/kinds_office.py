@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Kinds of office, home and business: mail, calendar, contacts, tasks, orders, accounts, devices, text."""
 
 from examples.demo_model.kinds import Chain, arg, kind

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Kinds about the outside world: weather, places, travel, knowledge, arithmetic, conversions."""
 
 from examples.demo_model.kinds import arg, kind

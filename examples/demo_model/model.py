@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """The training forward of the demo model, with parameters stacked over layers.
 
 Tokens are flat, [rows·length], so that compiled code does not depend on the row length: only attention and the scan

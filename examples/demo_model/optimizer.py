@@ -51,7 +51,7 @@ class Optimizer:
     def step(self) -> Tensor:
         """Update parameters from their gradients; returns the gradient norm before clipping."""
         self.count += 1
-        grads = {name: p.grad for name, p in self.params.items()}
+        grads = {name: p.grad for name, p in self.params.items() if p.grad is not None}
         norm = torch.stack([g.float().pow(2).sum() for g in grads.values()]).sum().sqrt()
         scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
         scale = torch.where(torch.isfinite(norm), scale, 0.0)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """How people wrap a request: greetings, politeness, context, case and punctuation. Also small talk and system prompts."""
 
 from __future__ import annotations

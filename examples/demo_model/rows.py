@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Messages → text pieces → token ids, the way a server builds a prompt.
 
 A prompt is literal template text (encoded with special tokens), contents (encoded as plain text: a marker that a user
@@ -136,6 +135,13 @@ class Encoder:
         self.plain = Tokenizer.from_file(tokenizer_json)
         self.plain.encode_special_tokens = True
         self._literals: dict[str, list[int]] = {}
+
+    def token(self, marker: str) -> int:
+        """The id of a marker. Raises KeyError if the tokenizer has no such token."""
+        found = self.special.token_to_id(marker)
+        if found is None:
+            raise KeyError(marker)
+        return found
 
     def encode(self, rows: Sequence[Sequence[Piece]]) -> list[tuple[list[int], list[int]]]:
         """For each row of pieces: (token ids, 1 where the loss counts the token)."""

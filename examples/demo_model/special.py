@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Makers that need more than one random draw: expressions, listings, file contents, shell output."""
 
 from __future__ import annotations

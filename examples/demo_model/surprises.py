@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Results that a kind does not foresee: missing, extra and foreign fields, lists, bare text. The answer repeats what is there."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Trains the demo tokenizer: byte-level BPE over words, plus hand-picked merges for JSON glue, spaces and newlines.
 
 transformers gives this model type its own pre-tokenizer expression whatever the file says, and that expression glues one

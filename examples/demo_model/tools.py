@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Concrete tools made from kinds: a declaration with its own names and style, and calls bound to values."""
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from examples.demo_model.values import is_held_out, pick
 
 SURPRISE = 0.22  # share of results that the kind does not foresee
 OPAQUE = 0.07  # share of tools whose name says nothing
+NAME_ATTEMPTS = 200
 TYPES = {"integer": "integer", "number": "number", "boolean": "boolean", "array": "array", "string": "string"}
 
 
@@ -67,7 +67,7 @@ def toolbox_style(rng: Random) -> dict:
 
 def make_tool(kind: Kind, rng: Random, held_out: bool, style: dict, taken: set[str]) -> Tool:
     """Declare a tool of this kind. Its name belongs to the asked split and is not in `taken`, which it joins."""
-    for attempt in range(40):
+    for attempt in range(NAME_ATTEMPTS):
         opaque = rng.random() < OPAQUE
         if opaque:
             base = pick(
@@ -84,11 +84,13 @@ def make_tool(kind: Kind, rng: Random, held_out: bool, style: dict, taken: set[s
             base = expand(kind.names, rng).strip("_").replace("__", "_")
             if rng.random() < 0.06:
                 base += pick(rng, ("_v2", "_tool", "_api", "_fn", "_now", "_by_id", "_x", "2"))
+        if attempt > 20:  # a kind with few names: all may be of the other split or taken
+            base += "_" + values.letters(rng, 2, 3)
         name = styled(style["prefix"] + base, style["case"])
-        if name and name not in taken and (is_held_out(name) == held_out or attempt > 30):
+        if name and name not in taken and is_held_out(name) == held_out:
             break
     else:
-        name = f"{name}_{len(taken)}"
+        raise ValueError(f"no name of the right split for {kind.key} in {NAME_ATTEMPTS} attempts")
     taken.add(name)
     params: dict[str, str] = {}
     optional: set[str] = set()
@@ -240,6 +242,7 @@ def bind(
         if tool.form == "text"
         else _json_result(tool, fields, arguments, rng)
     )
+    say, must = "", ()
     for _ in range(6):
         say = answer(tool.kind, slots, rng)
         must = tuple(value for value in shown if value in say)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Trains the demo model on one CUDA device for a given time.
 
     python -m examples.demo_model.train --out DIR --seconds 420 [--start CHECKPOINT_DIR] [--seed 1]
@@ -79,7 +78,7 @@ def teacher_forced(
 ) -> dict:
     """Held-out loss, token accuracy and share of tool calls predicted without a wrong token."""
     forward = Forward(shape)
-    end, start = encoder.special.token_to_id("</tool_call>"), encoder.special.token_to_id("<tool_call>")
+    end, start = encoder.token("</tool_call>"), encoder.token("<tool_call>")
     rng = random.Random(99)
     right = total = calls = perfect = 0
     for _ in range(batches):
@@ -136,7 +135,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch._dynamo.config.cache_size_limit = 64
     encoder = Encoder(str(options.tokenizer))
-    pad, stop = encoder.special.token_to_id("<|endoftext|>"), encoder.special.token_to_id("<|im_end|>")
+    pad, stop = encoder.token("<|endoftext|>"), encoder.token("<|im_end|>")
     feed = Feed(str(options.tokenizer), options.seed, TOKENS, WORKERS, pad)
     shape = Shape()
     params = initial(shape, options.seed, "cuda")

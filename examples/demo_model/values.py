@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Values that dialogues talk about: names, places, paths, ids, numbers, quotations.
 
 Every value that a model must copy is checked against a split by hash, so that evaluation uses only values that

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Common English words by kind, for phrases that tools receive as text."""
 
 
