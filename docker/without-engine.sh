@@ -49,7 +49,7 @@ cp /etc/ld.so.cache $root/etc/ 2>/dev/null || true
 exec chroot --userspec=10001:10001 $root /usr/bin/env -i HOME=/state PATH=/opt/agentserve/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 \
   AGENTSERVE_HOST=0.0.0.0 AGENTSERVE_PORT=$port AGENTSERVE_STATE_DIR=/state AGENTSERVE_ALLOWED_HOSTS=agentserve \
   AGENTSERVE_TOKEN_FILE=/run/secrets/agentserve_token \
-  /opt/agentserve/bin/python -m agentserve serve --model /weights
+  /opt/agentserve/bin/python -m agentserve serve --model /weights --model-name demo
 INSIDE
 unshare --mount --propagation private bash "$work/inside.sh" >"$work/log" 2>&1 &
 server=$!

@@ -210,7 +210,8 @@ struct Experts {
         gate_up_lanes(group, i0, i1, (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.H)));
       if (group.lanes < group.count) gate_up_dot(group, i0, i1);
     });
-    int h_block = max_panels > 0 ? kBlock : block_rows(size_t(n) * a.I * sizeof(WT));
+    // Every expert's part of a task is one run through memory: short runs waste what was prefetched behind them.
+    int h_block = max_panels > 0 ? kBlock : max_int(32, block_rows(size_t(n) * a.I * sizeof(WT)));
     parallel(ceil_div(a.H, h_block), estimate_us(flops, weights), [&](int task, int worker) {
       int h0 = task * h_block, h1 = min_int(a.H, h0 + h_block);
       char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(kBlock, a.I));

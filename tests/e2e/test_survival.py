@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentserve.cli.connect import TERMINAL, AgentSocket, Event, Target
-from agentserve.cli.private_server import PrivateServer
+from agentserve.cli.private_server import PrivateServer, private_server
+from tests.e2e.conftest import FLAGS
 
 Start = Callable[..., PrivateServer]
 
@@ -58,8 +60,17 @@ def assert_idle(target: Target) -> None:
     assert counter(target, "agentserve_active_responses") == 0
 
 
-def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(start_server: Start, rambling_model: Path) -> None:
-    server = start_server("--model", str(rambling_model))
+@pytest.fixture(scope="module")
+def rambling(tmp_path_factory: pytest.TempPathFactory, rambling_model: Path) -> Iterator[PrivateServer]:
+    """A server whose turns go on until they are stopped. Its worker may be killed, itself not."""
+    flags = (*FLAGS, "--model", str(rambling_model))
+    with private_server(tmp_path_factory.mktemp("rambling-server"), flags=flags) as server:
+        server.start()
+        yield server
+
+
+def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(rambling: PrivateServer) -> None:
+    server, restarts = rambling, counter(rambling.target, "agentserve_worker_restarts")
     with AgentSocket(server.target) as socket:
         first = last(list(socket.turn(body("hello"))))
         pid, killed, events = worker_pid(server), False, []
@@ -77,7 +88,7 @@ def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(start_server: St
         assert again["status"] == "incomplete"
         assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"]
         assert worker_pid(server) != pid
-    assert counter(server.target, "agentserve_worker_restarts") == 1
+    assert counter(server.target, "agentserve_worker_restarts") == restarts + 1
     assert_idle(server.target)
 
 
@@ -108,8 +119,8 @@ def test_the_worker_ends_with_its_server(own_server: PrivateServer) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
-def test_an_abandoned_turn_frees_everything(start_server: Start, rambling_model: Path, how: str) -> None:
-    server = start_server("--model", str(rambling_model))
+def test_an_abandoned_turn_frees_everything(rambling: PrivateServer, how: str) -> None:
+    server = rambling
     with AgentSocket(server.target) as socket:
         last(list(socket.turn(body("warm up"))))
         for event in socket.turn(body("go on and on", max_output_tokens=4000)):
@@ -136,8 +147,6 @@ def test_a_missed_deadline_fails_the_turn_by_its_name(server: PrivateServer) -> 
 
 
 def test_a_bad_model_directory_is_told_by_readyz_while_the_server_answers(tmp_path: Path, rambling_model: Path) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(rambling_model, broken)
     (broken / "model.safetensors").unlink()
