@@ -48,6 +48,7 @@ class RenderRequest:
 
     retain "all" keeps earlier thinking even where the chat template drops it. thinking False asks the template for none.
     salt separates aliases of principals. prompt False: end with the last item, nothing is to be generated.
+    max_tokens: a context that is clearly longer is refused without looking at all of it; None = no limit.
     """
 
     instructions: str | None
@@ -57,6 +58,7 @@ class RenderRequest:
     thinking: bool = True
     salt: bytes = b""
     prompt: bool = True
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

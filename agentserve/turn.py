@@ -51,6 +51,10 @@ class Services:
     active: dict[str, Turn] = field(default_factory=dict)
 
 
+MOST_CONTEXT = 4 << 20
+"""Tokens that are rendered at most while no worker has said how many its model takes."""
+
+
 async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: LocalResponses | None = None) -> ResponseBody:
     """Run one turn and return the final response object; its terminal event has been put into `sink`.
 
@@ -152,6 +156,7 @@ class Turn:
             thinking=request.thinking,
             salt=request.principal.salt,
             prompt=request.generate,
+            max_tokens=MOST_CONTEXT if self.services.worker.hello is None else self.services.worker.hello.max_context,
         )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)

@@ -2,7 +2,8 @@
 
 TextError
 ├── TemplateError    the chat template cannot be used, or refuses this context
-└── TokenizerError   the tokenizer file cannot be used
+├── TokenizerError   the tokenizer file cannot be used
+└── TooManyTokens    a context is longer than any model here takes; the rest of it was not looked at
 """
 
 from __future__ import annotations
@@ -18,3 +19,11 @@ class TemplateError(TextError):
 
 class TokenizerError(TextError):
     """tokenizer.json is missing, unreadable, or has a shape that cannot keep markers in contents as plain text."""
+
+
+class TooManyTokens(TextError):
+    """tokens: how many there are at least."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"{tokens} tokens or more")
+        self.tokens = tokens

@@ -14,7 +14,7 @@ from agentserve.errors import TurnFailure
 from agentserve.interfaces import Rendered, RenderRequest
 from agentserve.protocol.items import OutputItem
 from agentserve.text.aliases import AliasBook, NoAliases
-from agentserve.text.errors import TemplateError
+from agentserve.text.errors import TemplateError, TooManyTokens
 from agentserve.text.planner import Planner
 from agentserve.text.probe import Traits, probe
 from agentserve.text.renderer import ExactRendered, Renderer
@@ -44,11 +44,20 @@ class ModelText:
         return cls(tokenizer, ChatTemplate.load(directory, tokenizer.config), dialect=dialect, book=book)
 
     def render(self, request: RenderRequest) -> ExactRendered:
-        """Ids of a context. Raises TurnFailure `invalid_prompt` with the template's reason if it refuses."""
+        """Ids of a context.
+
+        Raises TurnFailure: `invalid_prompt` with the template's reason if it refuses, `context_length_exceeded` if it is longer
+        than request.max_tokens by so much that the exact length is not worth knowing.
+        """
         try:
             return self.renderer.render(request, prompt=request.prompt)
         except TemplateError as error:
             raise TurnFailure("invalid_prompt", str(error), "input") from error
+        except TooManyTokens as error:
+            message = (
+                f"the prompt has {error.tokens} tokens or more; this model serves at most {request.max_tokens} with the answer"
+            )
+            raise TurnFailure("context_length_exceeded", message, "input") from error
 
     def parser(self, request: RenderRequest, rendered: Rendered) -> DialectParser:
         return DialectParser(

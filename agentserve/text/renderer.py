@@ -64,7 +64,7 @@ class Renderer:
     # ── render ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def render(self, request: RenderRequest, *, prompt: bool = True) -> ExactRendered:
-        """Ids, cuts and owners of a context. prompt: with the generation prompt. Raises TemplateError."""
+        """Ids, cuts and owners of a context. prompt: with the generation prompt. Raises TemplateError, TooManyTokens."""
         plan = self._planner.plan(request, prompt=prompt)
         units = plan.layout.units
         found = self._book.find(plan.turn_keys)
@@ -72,7 +72,7 @@ class Renderer:
         covered = {i for t in turns.values() for i in range(t.start, t.end)}
         keys = self._keys(units, covered, request)
         found = {**found, **self._book.find(list(keys.values()))} if keys else found
-        pieces = self._pieces(units, keys, found, covered, request.items)
+        pieces = self._pieces(units, keys, found, covered, request)
         turn_key_of = dict(zip((t.start for t in plan.layout.turns), plan.turn_keys, strict=True))
 
         ids: list[np.ndarray] = [_EMPTY] * len(units)
@@ -115,9 +115,10 @@ class Renderer:
         keys: Mapping[int, bytes],
         found: Mapping[bytes, Sequence[Alias]],
         covered: set[int],
-        items: Sequence[Item],
+        request: RenderRequest,
     ) -> dict[int, tuple[np.ndarray, int]]:
         """Ids of each unit outside the covered ones, and how many of them are as sampled."""
+        items = request.items
         texts: list[str] = []
         recipe: list[tuple[int, int, np.ndarray | None, int]] = []  # unit, text before, sampled core, text after (−1: none)
 
@@ -141,7 +142,7 @@ class Renderer:
             else:
                 lead, core, trail = fit
                 recipe.append((i, text(lead), core, text(trail)))
-        encoded = self._tokenizer.encode_many(texts)
+        encoded = self._tokenizer.encode_many(texts, request.max_tokens)
         for i, before, core, after in recipe:
             if core is None:
                 out[i] = (encoded[before] if before >= 0 else _EMPTY, 0)

@@ -21,8 +21,10 @@ import xxhash
 from tokenizers import Tokenizer as BaseTokenizer
 
 from agentserve.text.bytetable import byte_table
-from agentserve.text.errors import TokenizerError
+from agentserve.text.errors import TokenizerError, TooManyTokens
 
+BATCH_CHARS = 1 << 18
+"""Characters encoded at a time where a limit holds: the library needs about 200 bytes for each token while it encodes."""
 CACHE_IDS = 4_000_000
 """Ids kept in the encoding cache: 16 MB."""
 
@@ -105,8 +107,11 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         return self.encode_many([text])[0]
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text on its own, with markers as plain text. Returns uint32 arrays (shared: do not write)."""
+    def encode_many(self, texts: Sequence[str], limit: int | None = None) -> list[np.ndarray]:
+        """Encode each text on its own, with markers as plain text. Returns uint32 arrays (shared: do not write).
+
+        Raises TooManyTokens as soon as it is sure that they are more than `limit` together.
+        """
         digests = [xxhash.xxh3_128_digest(t.encode("utf-8", "surrogatepass")) for t in texts]
         missing: dict[bytes, str] = {}
         with self._lock:
@@ -115,7 +120,11 @@ class Tokenizer:
             if digest not in found:
                 missing[digest] = text
         if missing:
-            found.update(zip(missing, self._encode(list(missing.values())), strict=True))
+            left = None if limit is None else limit - sum(map(len, found.values()))
+            try:
+                found.update(zip(missing, self._encode(list(missing.values()), left), strict=True))
+            except TooManyTokens as error:
+                raise TooManyTokens(error.tokens + (limit or 0) - (left or 0)) from None
         with self._lock:
             for digest, ids in found.items():
                 self._keep(digest, ids)
@@ -129,7 +138,7 @@ class Tokenizer:
             _, dropped = self._cache.popitem(last=False)
             self._cached_ids -= len(dropped)
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode(self, texts: list[str], limit: int | None) -> list[np.ndarray]:
         pieces: list[str] = []
         counts: list[int] = []
         for text in texts:
@@ -138,7 +147,7 @@ class Tokenizer:
             parts = self._break_up(clean)
             pieces += parts
             counts.append(len(parts))
-        ids = self._encode_raw(pieces)
+        ids = self._encode_raw(pieces) if limit is None else self._encode_within(pieces, limit)
         out: list[np.ndarray] = []
         at = 0
         for count in counts:
@@ -148,6 +157,33 @@ class Tokenizer:
         for array in out:
             array.flags.writeable = False
         return out
+
+    def _encode_within(self, pieces: list[str], limit: int) -> list[np.ndarray]:
+        """Like _encode_raw, a batch at a time; what is far too long costs no more memory than what just fits."""
+        out: list[np.ndarray] = []
+        count = start = 0
+        while start < len(pieces):
+            end, chars = start + 1, len(pieces[start])
+            while end < len(pieces) and chars + len(pieces[end]) <= BATCH_CHARS:
+                chars += len(pieces[end])
+                end += 1
+            if chars > BATCH_CHARS:
+                self._refuse_long(pieces[start], limit - count, count)
+            batch = self._encode_raw(pieces[start:end])
+            out += batch
+            count += sum(map(len, batch))
+            if count > limit:
+                raise TooManyTokens(count)
+            start = end
+        return out
+
+    def _refuse_long(self, text: str, limit: int, before: int) -> None:
+        """Count a long text by its parts, which are a few tokens more than the whole at each cut."""
+        count = 0
+        for start in range(0, len(text), BATCH_CHARS):
+            count += max(0, len(self._encode_raw([text[start : start + BATCH_CHARS]])[0]) - 16)
+            if count > limit:
+                raise TooManyTokens(before + count)
 
     def _encode_raw(self, pieces: list[str]) -> list[np.ndarray]:
         anchor = self._anchor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 
 from agentserve.text import tokenizer as module
 from agentserve.text.detokenizer import Detokenizer
-from agentserve.text.errors import TokenizerError
+from agentserve.text.errors import TokenizerError, TooManyTokens
 from agentserve.text.tokenizer import Tokenizer
 from tests.agentserve.text.models import ORDINARY, SPECIAL, tokenizer, tokenizer_json
 
@@ -150,3 +151,36 @@ def test_a_broken_file_is_named(definition: str):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TokenizerError, match="is missing"):
         Tokenizer.load(tmp_path)
+
+
+LONG = "word and word " * 200_000
+
+
+@pytest.mark.parametrize("texts", [[LONG], [f"{i} {LONG[:100_000]}" for i in range(30)]], ids=["one text", "many texts"])
+def test_far_too_many_tokens_are_noticed_early(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
+    """One frame of 64 MiB must not cost gigabytes, nor a context of many long items."""
+    seen: list[int] = []
+    encode = Tokenizer._encode_raw
+
+    def counting(self: Tokenizer, pieces: list[str]) -> Any:
+        seen.extend(map(len, pieces))
+        return encode(self, pieces)
+
+    chosen = Tokenizer(tokenizer_json())
+    monkeypatch.setattr(Tokenizer, "_encode_raw", counting)
+    with pytest.raises(TooManyTokens) as refusal:
+        chosen.encode_many(texts, 10_000)
+    assert refusal.value.tokens > 10_000
+    assert sum(seen) < 600_000 < sum(map(len, texts))
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 300_000, 700_000])
+def test_a_limit_changes_no_ids(length: int) -> None:
+    texts = ["word <tool_call> 日本 " * (length // 20), "b", "x" * (length // 10)]
+    free = tokenizer().encode_many(texts)
+    count = sum(map(len, free))
+    for got, want in zip(Tokenizer(tokenizer_json()).encode_many(texts, count), free, strict=True):
+        assert got.tolist() == want.tolist()
+    if count > 1000:
+        with pytest.raises(TooManyTokens):
+            Tokenizer(tokenizer_json()).encode_many(texts, count // 2)
