@@ -121,7 +121,9 @@ class Connection:
                 if message["type"] == "websocket.disconnect":
                     code = message.get("code") or 1005
                     break
-                self._frame(message)
+                if self._frame(message) and self._outbox.full:
+                    # Who sends nonsense without reading the answers must not fill the memory with them.
+                    await self._outbox.room()
         finally:
             self._lanes.close()
             self._outbox.close(drop=True)
@@ -167,7 +169,8 @@ class Connection:
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _frame(self, message: Mapping[str, object]) -> None:
+    def _frame(self, message: Mapping[str, object]) -> bool:
+        """Act on a frame. Returns whether it was answered at once."""
         lane: str | UnsetType = UNSET
         try:
             text = message.get("text")
@@ -178,10 +181,11 @@ class Connection:
             frame = decode_frame(envelope, text)
             if isinstance(frame, ResponseCreate):
                 self._create(frame, lane)
-            elif isinstance(frame, ResponseCancel):
+                return False
+            if isinstance(frame, ResponseCancel):
                 self._cancel(frame, lane)
-            else:
-                self._steer(frame, lane)
+                return False
+            self._steer(frame, lane)
         except InvalidStreamId as error:
             self._refuse(error, UNSET)
         except ApiError as error:
@@ -189,6 +193,7 @@ class Connection:
         except Exception as exc:
             log.exception("frame broke error=%s", type(exc).__name__)
             self._refuse(ServerError("the server failed on this frame"), lane)
+        return True
 
     def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
         request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)

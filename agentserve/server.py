@@ -20,6 +20,7 @@ from starlette.routing import Route, WebSocketRoute
 from agentserve import health
 from agentserve.connection import Sockets
 from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError, UnsupportedValue
+from agentserve.heads import http_protocol
 from agentserve.http import create_response, error_response, json_response
 from agentserve.interfaces import Principal, StoredResponse
 from agentserve.metrics import CONTENT_TYPE
@@ -264,6 +265,7 @@ def uvicorn_config(app: App, services: Services) -> uvicorn.Config:
         app,  # type: ignore[arg-type]
         host=config.server.host,
         port=config.server.port,
+        http=http_protocol(),
         ws=DirectSocket,
         ws_max_size=config.limits.frame_bytes,
         ws_per_message_deflate=config.server.compression,

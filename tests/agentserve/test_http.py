@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +64,8 @@ def test_a_stored_response_can_be_read_listed_and_deleted(client: httpx.Client) 
     assert (page["data"], page["has_more"]) == (listed["data"][:1], True)
     rest = client.get(f"{path}/input_items?order=asc&after={page['last_id']}").json()
     assert (rest["data"], rest["has_more"]) == (listed["data"][1:], False)
-    assert client.get(f"{path}/input_items?limit=0").json()["error"]["param"] == "limit"
+    for limit in ("0", "101", "0001001", "x", "\u00b2", "9" * 400):
+        assert client.get(f"{path}/input_items?limit={limit}").json()["error"]["param"] == "limit"
     assert client.delete(path).json() == {"id": made["id"], "object": "response", "deleted": True}
     assert client.get(path).status_code == client.delete(path).status_code == 404
 
@@ -165,3 +168,17 @@ def test_the_same_key_and_body_replays_and_another_body_conflicts(server: FakeSe
     assert len(server.worker.starts) == 1
     conflict = client.post("/v1/responses", json={"input": "y"}, headers=headers)
     assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
+
+
+def test_a_head_without_end_is_hung_up_on(server: FakeServer) -> None:
+    """Before any token was seen, so from anybody."""
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: ")
+        accepted = 0
+        with contextlib.suppress(ConnectionError):
+            while accepted < 1024:
+                raw.sendall(b"a" * 65_536)
+                accepted += 1
+        assert accepted < 256
+    assert httpx.get(f"{server.url}/healthz", headers={"X": "a" * 100_000}).status_code == 200

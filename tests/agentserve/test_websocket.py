@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -316,3 +317,20 @@ def test_deltas_are_joined_for_a_slow_client_without_a_gap() -> None:
         final = check(events)
         assert final["output"][0]["content"][0]["text"] == "x" * 60_000
         assert len(events) < 60_000
+
+
+def test_wrong_frames_of_a_client_that_does_not_read_wait_in_its_own_socket() -> None:
+    """Answers to them must not pile up here: they are larger than what they answer."""
+    config = config_for_tests(limits={"buffer_bytes": 1 << 16, "buffer_events": 64})
+    with running(config) as server, raw_socket(server, receive_buffer=4096) as raw:
+        (connection,) = server.api.sockets._open
+        nonsense = client_frame("x") * 1000
+        raw.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(300):
+                raw.sendall(nonsense)
+        wait_for(lambda: connection.full)
+        assert len(connection._outbox._queue) <= 65
+        with connect(server.ws_url, additional_headers=AUTH) as other:
+            send(other, input="b")
+            assert check(until_terminal(other))["status"] == "completed"
