@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
@@ -73,8 +74,8 @@ class SqlStore:
         try:
             await self._in_thread(self._commit, response)
         except (SQLAlchemyError, PermissionError) as error:
-            log.error("turn not stored response=%s error=%s", response.id, type(error).__name__)
-            message = f"the session database did not take this turn ({type(error).__name__}); its parent is unchanged, retry"
+            log.error("turn not stored response=%s error=%s", response.id, _why(error))
+            message = f"the session database did not take this turn ({_why(error)}); its parent is unchanged, retry"
             raise TurnFailure("server_error", message) from error
 
     def _commit(self, new: StoredResponse) -> None:
@@ -91,6 +92,9 @@ class SqlStore:
         self._remember(msgspec.structs.replace(new, prompt_ids=b""))
 
     async def get(self, principal: str, response_id: str) -> StoredResponse | None:
+        if not _possible(response_id):
+            return None
+
         def read(connection: Connection) -> StoredResponse | None:
             found = rows.load(connection, principal, [response_id]).get(response_id)
             if found is None:
@@ -101,6 +105,8 @@ class SqlStore:
 
     async def chain(self, principal: str, response_id: str) -> tuple[StoredResponse, ...] | None:
         """The response and its ancestors, oldest first; None if one is unknown, foreign or deleted."""
+        if not _possible(response_id):
+            return None
         newer: list[StoredResponse] = []
         at: str | None = response_id
         while at is not None and (known := self._responses.get(at)) is not None and known.principal == principal:
@@ -125,6 +131,9 @@ class SqlStore:
         return (*older, *reversed(newer))
 
     async def delete(self, principal: str, response_id: str) -> bool:
+        if not _possible(response_id):
+            return False
+
         def remove(connection: Connection) -> tuple[bool, list[bytes]]:
             said = keys_of(connection, [response_id])
             return rows.remove_response(connection, principal, response_id), said
@@ -149,13 +158,20 @@ class SqlStore:
 
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:
         """Last used first. after: id of the last session of the page before."""
+        if after is not None and not _possible(after):
+            return ()
         return await self._read(lambda c: rows.session_rows(c, principal, limit=limit, after=after))
 
     async def session(self, principal: str, session_id: str) -> SessionRow | None:
+        if not _possible(session_id):
+            return None
         found = await self._read(lambda c: rows.session_rows(c, principal, only=session_id))
         return found[0] if found else None
 
     async def delete_session(self, principal: str, session_id: str) -> bool:
+        if not _possible(session_id):
+            return False
+
         def remove(connection: Connection) -> tuple[tuple[str, ...] | None, list[bytes]]:
             said = keys_of(connection, rows.of_session(connection, principal, session_id))
             return rows.remove_session(connection, principal, session_id), said
@@ -197,8 +213,20 @@ class SqlStore:
         try:
             return await self._in_thread(run)
         except SQLAlchemyError as error:
-            log.error("database failed error=%s", type(error).__name__)
-            raise ServerError(f"the session database cannot be used now ({type(error).__name__}); retry") from error
+            log.error("database failed error=%s", _why(error))
+            raise ServerError(f"the session database cannot be used now ({_why(error)}); retry") from error
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def _possible(an_id: str) -> bool:
+    """Could this be an id of ours? PostgreSQL takes no U+0000 in a text, not even to look for it."""
+    return "\0" not in an_id
+
+
+def _why(error: Exception) -> str:
+    """The kind of an error, and SQLite's own words (disk full, locked): those name no contents, PostgreSQL's may."""
+    reason = error.orig if isinstance(error, DBAPIError) else None
+    words = f": {reason}" if isinstance(reason, sqlite3.OperationalError) else ""
+    return type(error).__name__ + words
