@@ -13,7 +13,7 @@ from agentserve.errors import ApiError, InvalidValue, MessageTooLarge, RateLimit
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
 from agentserve.protocol.codec import encode, error_body, sse
-from agentserve.protocol.decode import decode
+from agentserve.protocol.decode import check_members, decode
 from agentserve.protocol.responses import ResponseBody, ResponseCreate
 from agentserve.protocol.server_events import Event
 from agentserve.request import TurnRequest, accept
@@ -58,6 +58,7 @@ async def create_response(request: Request, services: Services) -> Response:
     raw = await read_body(request, services.config.limits.frame_bytes)
     if not raw.lstrip().startswith(b"{"):
         raise InvalidValue("the body must be one JSON object")
+    check_members(raw)
     turn = accept(decode(raw, ResponseCreate), principal, services.config, headers_of(request), websocket=False)
     if turn.create.stream:
         return EventStream(turn, services)

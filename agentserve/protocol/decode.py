@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from agentserve.errors import InvalidValue, UnknownEvent, UnsupportedValue
+from agentserve.errors import InvalidValue, MessageTooLarge, UnknownEvent, UnsupportedValue
 from agentserve.protocol.items import (
     MAX_DEPTH,
     CustomTool,
@@ -48,6 +48,9 @@ from agentserve.protocol.responses import (
 
 T = TypeVar("T")
 
+MAX_COMMAS = 4 << 20
+"""In one message, in and out of strings: no list or object in it can have more members. Decoding takes up to a hundred bytes
+for each, so that 64 MiB of `1,1,1` would take gigabytes; a text with as many commas fits into no model's context."""
 MAX_TOOLS = 1024
 MAX_PARTS = 4096
 
@@ -119,6 +122,15 @@ class _McpTool(Struct, frozen=True, kw_only=True):
     inputSchema: dict[str, Any]
 
 
+def check_members(message: str | bytes) -> None:
+    """Raises MessageTooLarge for a message that is small on the wire but not in memory. Costs 10 ms for 64 MiB."""
+    if len(message) <= MAX_COMMAS:
+        return
+    commas = message.count(",") if isinstance(message, str) else message.count(b",")
+    if commas > MAX_COMMAS:
+        raise MessageTooLarge(f"the message has {commas} commas, at most {MAX_COMMAS} are accepted")
+
+
 def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
     """Decode JSON as `kind`. where: path of the value within the request. Raises InvalidValue with that path.
 
@@ -170,7 +182,8 @@ def _join(where: str, path: str) -> str | None:
 
 
 def peek(text: str) -> Envelope:
-    """Type and lane of a frame. Raises InvalidValue if it is not a JSON object."""
+    """Type and lane of a frame. Raises InvalidValue if it is not a JSON object, MessageTooLarge."""
+    check_members(text)
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise InvalidValue("a frame must be one JSON object with a `type`")
     return decode(text, Envelope)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from agentserve.protocol.decode import MAX_COMMAS
 from tests.fakes.canonical import check
 from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running
 
@@ -183,6 +184,17 @@ def test_a_frame_over_the_limit_closes_with_1009(socket: ClientConnection) -> No
 def test_a_body_over_the_limit_is_refused(server: FakeServer) -> None:
     answer = httpx.post(f"{server.url}/v1/responses", content=b"{" + b" " * (1 << 20) + b"}", headers=AUTH)
     assert answer.json()["error"]["code"] == "message_too_large"
+
+
+@pytest.mark.parametrize("member", ["input", "tools", "include", "anything"])
+def test_millions_of_members_are_refused_before_they_are_decoded(member: str) -> None:
+    with running(config_for_tests()) as server, connect(server.ws_url, additional_headers=AUTH) as socket:
+        frame = f'{{"type":"response.create","{member}":[' + "1," * MAX_COMMAS + "1,1]}"
+        socket.send(frame)
+        assert json.loads(socket.recv(timeout=20))["error"]["code"] == "message_too_large"
+        answer = httpx.post(f"{server.url}/v1/responses", content=frame, headers=AUTH, timeout=20)
+        assert answer.json()["error"]["code"] == "message_too_large"
+        still_usable(socket)
 
 
 def test_a_33rd_lane_is_refused(socket: ClientConnection) -> None:
