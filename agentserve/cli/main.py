@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from agentserve.cli import chat, demo, doctor, migrate, serve
+from agentserve.cli import cache, chat, demo, doctor, migrate, serve
 
 app = typer.Typer(
     name="agentserve",
@@ -18,6 +18,7 @@ app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.add_typer(cache.app, name="cache")
 app.command("migrate")(migrate.migrate)
 
 

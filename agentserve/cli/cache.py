@@ -1,0 +1,246 @@
+"""`agentserve cache`: look at the saved states on disk, check them, tidy up, carry them to another machine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentserve.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from statecache.admin import Step
+    from statecache.directory import About
+
+app = typer.Typer(
+    help="Look at the saved states on disk, check them, tidy up, carry them to another machine.", no_args_is_help=True
+)
+Name = Annotated[str | None, typer.Argument(help="A model's name, or the first digits of a namespace. Default: all.")]
+OneName = Annotated[str, typer.Argument(help="A model's name, or the first digits of a namespace.")]
+
+
+@app.command("ls")
+def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None) -> None:
+    """One line for each model that has saved states here."""
+    from rich.console import Console
+
+    from statecache import admin
+
+    table = _table("saved states of", "namespace", "checkpoints", "extents", "size", "last start", "quarantined")
+    for folder in admin.folders(_root(config, state_dir)):
+        table.add_row(
+            folder.about.model,
+            folder.about.namespace.hex()[:8],
+            str(folder.checkpoints),
+            str(folder.extents),
+            _size(folder.nbytes),
+            _ago(folder.about.used_at),
+            str(folder.bad or "–"),
+        )
+    Console().print(table)
+
+
+@app.command("show")
+def show(
+    name: OneName,
+    limit: Annotated[int, typer.Option(help="Most lines.")] = 50,
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Every checkpoint of one model on disk, deepest first."""
+    from rich.console import Console
+
+    from statecache import admin
+
+    about = _choose(_root(config, state_dir), name)
+    found = list(admin.headers(about.path))
+    with_logits = {c.key[1:] for c in found if c.header.what == "logits"}
+    states = sorted((c for c in found if c.header.what == "state"), key=lambda c: c.header.position, reverse=True)
+    table = _table("checkpoint", "at token", "kind", "salt", "state", "of its own", "logits")
+    for contents in states[:limit]:
+        header = contents.header
+        row = (contents.key[1:].hex()[:12], str(header.position), header.kind, header.salt.hex()[:6])
+        table.add_row(
+            *row, _size(contents.nbytes), f"{header.position - header.start} tokens", _yes(contents.key[1:] in with_logits)
+        )
+    console = Console()
+    console.print(table)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(c.header.kind for c in states).most_common())
+    extents = [c for c in found if c.header.what == "extent"]
+    tokens = sum(len(c.header.tokens) // 4 for c in extents)
+    console.print(f"{len(states)} checkpoints ({kinds}) on {tokens} tokens of KV in {len(extents)} extents.", highlight=False)
+
+
+@app.command("verify")
+def verify(
+    name: Name = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Move what is bad aside. Not while a server runs.")] = False,
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Read every byte and compare every checksum. Ends with status 1 if anything is bad."""
+    from statecache import admin
+
+    bad = 0
+    for about in _chosen(_root(config, state_dir), name):
+        with _progress(f"checking {about.model}", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
+            findings = admin.verify(about, step)
+        for finding in findings:
+            typer.echo(f"bad: {finding.path.relative_to(about.path)}: {finding.reason}")
+        if quarantine and findings:
+            with _refusals():
+                admin.set_aside(about, findings)
+        bad += len(findings)
+        typer.echo(f"{about.model}: {len(findings)} of {len(admin.segment_files(about.path))} segments are bad")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command("gc")
+def collect(
+    name: Name = None,
+    unused_days: Annotated[float | None, typer.Option(help="Also remove models not started for so many days.")] = None,
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Delete what no checkpoint needs: leftovers of crashes, broken chains, the quarantine."""
+    from statecache import admin, directory
+
+    for about in _chosen(_root(config, state_dir), name):
+        if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
+            size = directory.size_of(about.path)
+            typer.echo(f"{about.model}: {_size(size)} removed" if directory.remove(about.path) else f"{about.model}: in use")
+            continue
+        with _refusals():
+            typer.echo(f"{about.model}: {_size(admin.tidy(about))} freed")
+
+
+@app.command("export")
+def export(
+    name: OneName,
+    file: Annotated[Path, typer.Argument(help="The tar file to write.")],
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Write the saved states of one model to a file. Whoever has it can read the token ids in it."""
+    from statecache import admin
+
+    about = _choose(_root(config, state_dir), name)
+    with _refusals(), _progress("exporting", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
+        count = admin.export(about, file, step)
+    typer.echo(f"{count} segments, {_size(file.stat().st_size)}: {file}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Add exported states; each is checked first. They are found at the next start of the same model."""
+    from statecache import admin
+
+    with _refusals():
+        size = file.stat().st_size
+        with _progress("importing", size) as step:
+            about, added, refused = admin.import_(file, _root(config, state_dir), step)
+    typer.echo(f"{about.model}: {added} segments added, {refused} refused")
+    raise typer.Exit(1 if refused else 0)
+
+
+@app.command("rebuild")
+def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: options.StateDir = None) -> None:
+    """Write the index in the database again from the files. Not while a server runs."""
+    from agentserve.session.database import upgrade
+    from statecache import admin
+    from statecache.index.connect import connect
+    from statecache.index.ledger import Ledger
+
+    chosen = options.settings(config, {"state_dir": state_dir})
+    for about in _chosen(Path(chosen.state_dir) / "checkpoints", name):
+        with _refusals():
+            database = connect(chosen.model.checkpoints_url)
+            ledger = Ledger(database, about.namespace, prepare=lambda engine: upgrade(engine, "statecache"))
+            ledger.known()  # a damaged file is set aside here
+            typer.echo(f"{about.model}: {admin.rebuild(about, ledger)} rows")
+            ledger.close()
+
+
+# ── small shapes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _root(config: Path | None, state_dir: Path | None) -> Path:
+    return Path(options.settings(config, {"state_dir": state_dir}).state_dir) / "checkpoints"
+
+
+def _choose(root: Path, name: str) -> About:
+    from statecache import admin
+
+    try:
+        return admin.choose(root, name)
+    except LookupError as error:
+        options.fail(str(error))
+
+
+def _chosen(root: Path, name: str | None) -> list[About]:
+    from statecache.directory import namespaces
+
+    return namespaces(root) if name is None else [_choose(root, name)]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from statecache.errors import TierFailed
+
+    try:
+        yield
+    except (TierFailed, ValueError, OSError, SQLAlchemyError) as error:
+        options.fail(str(error))
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Step]:
+    """A bar on standard error, only where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def _table(*columns: str):
+    from rich.table import Table
+
+    table = Table()
+    left = ("saved states of", "namespace", "checkpoint", "kind", "salt", "last start", "logits")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
+def _size(nbytes: int) -> str:
+    for power, unit in enumerate(("B", "KiB", "MiB")):
+        if nbytes < 1024 ** (power + 1):
+            return f"{nbytes / 1024**power:.4g} {unit}"
+    return f"{nbytes / 1024**3:.4g} GiB"
+
+
+def _ago(at: float) -> str:
+    seconds = max(0, int(time.time() - at))
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "–"
