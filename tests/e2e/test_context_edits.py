@@ -20,6 +20,7 @@ SYSTEM = "You are a helpful assistant. Be brief."
 QUESTION = "What is the weather in Lisbon?"
 NEXT = "What is the weather in Oslo?"
 MakeAgent = Callable[..., Agent]
+some_ways = pytest.mark.parametrize("chained", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["resent", "chained"])
 ways = pytest.mark.parametrize("chained", [False, True], ids=["resent", "chained"])
 
 
@@ -72,21 +73,20 @@ def test_dropped_thinking_costs_only_what_follows_the_first_thought(agent: MakeA
     one.check_placed()
 
 
-def test_thinking_that_the_client_empties_or_leaves_out_is_the_same_edit(agent: MakeAgent) -> None:
-    for drop in (True, False):
-        one = begun(agent)
-        if drop:
-            one.items = [i for i in one.items if i["type"] != "reasoning"]
-        else:
-            for item in one.items:
-                if item["type"] == "reasoning":
-                    item["content"] = []
-        one.user(NEXT)
-        turn = one.turn()
-        assert turn.reused == len(one.turns[0].prompt)
-        assert turn.divergence is not None
-        assert turn.divergence[2] == "thinking_dropped"
-        one.check_cold(turn)
+@pytest.mark.parametrize("left_out", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["emptied", "left out"])
+def test_thinking_that_the_client_empties_or_leaves_out_is_the_same_edit(agent: MakeAgent, left_out: bool) -> None:
+    one = begun(agent)
+    for item in one.items:
+        if item["type"] == "reasoning":
+            item["content"] = []
+    if left_out:
+        one.items = [i for i in one.items if i["type"] != "reasoning"]
+    one.user(NEXT)
+    turn = one.turn()
+    assert turn.reused == len(one.turns[0].prompt)
+    assert turn.divergence is not None
+    assert turn.divergence[2] == "thinking_dropped"
+    one.check_cold(turn)
 
 
 def test_thinking_left_out_before_a_tool_result_goes_back_to_before_the_thought(agent: MakeAgent) -> None:
@@ -104,7 +104,7 @@ def test_thinking_left_out_before_a_tool_result_goes_back_to_before_the_thought(
     one.check_cold(turn)
 
 
-@ways
+@some_ways
 def test_retained_thinking_only_appends(agent: MakeAgent, chained: bool) -> None:
     one = begun(agent, chained=chained, options={"agentserve": {"events": True, "retain": "all"}})
     last = one.turns[-1]
@@ -202,7 +202,6 @@ def test_a_changing_system_text_is_named(agent: MakeAgent, form: str) -> None:
     assert (item, cause) == (None, "system_changed")
     assert turn.shown(0, place).endswith(form.split("{}")[0][-10:])
     assert turn.reused == 0 or turn.report["checkpoint"]["kind"] == BoundaryKind.SHADOW
-    one.check_cold(turn)
     # It changes again, in the same place, which by now has a checkpoint if much lies before it.
     one.instructions = form.format("03")
     one.items[-len(turn.output) :] = []
@@ -225,7 +224,6 @@ def test_reordered_tools_are_named_and_both_orders_kept(agent: MakeAgent) -> Non
     assert turn.divergence is not None
     assert turn.divergence[1:] == (None, "tools_reordered")
     assert SYSTEM in turn.shown(0, turn.divergence[0])
-    one.check_cold(turn)
     one.tools = [WEATHER, CALCULATE]
     one.items[-len(turn.output) :] = []
     back = one.turn()
@@ -244,7 +242,6 @@ def test_a_dynamic_tool_description_is_named_and_costs_only_what_is_behind_it(ag
     place, item, cause = turn.divergence or (0, None, "")
     assert (item, cause) == (None, "tools_changed")
     assert turn.shown(0, place).endswith("for session ")
-    one.check_cold(turn)
     one.tools = tools("c5d2")
     one.items[-len(turn.output) :] = []
     turn = one.turn()
@@ -259,7 +256,6 @@ def test_an_added_tool_is_named(agent: MakeAgent) -> None:
     turn = one.turn()
     assert turn.divergence is not None
     assert turn.divergence[1:] == (None, "tools_changed")
-    one.check_cold(turn)
 
 
 # ── 8. compaction ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,7 +268,6 @@ def test_compaction_asks_at_full_reuse_and_starts_again_behind_the_tools(agent: 
     one.user("Summarize our conversation for a new session.")
     asked = one.turn()
     assert asked.reused == len(one.turns[0].prompt)  # the template drops the thinking of the turn before
-    one.check_cold(asked)
     one.items = []
     one.user("Summary of the conversation so far: " + last.said)
     one.user(NEXT)
@@ -313,7 +308,7 @@ def test_a_sub_agent_costs_the_main_agent_nothing(world: World, agent: MakeAgent
 # ── 10. own output comes back in other tokens ────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("chained", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["resent", "chained"])
+@some_ways
 def test_own_output_keeps_the_tokens_that_were_sampled(agent: MakeAgent, chained: bool) -> None:
     """Sampled at a high temperature, text is rarely written in the tokens that an encoder chooses."""
     odd = 0

@@ -77,11 +77,11 @@ def test_branches_of_one_response_do_not_disturb_each_other(agent: MakeAgent) ->
     main.check_cold(last)
 
 
-INSTRUCTIONS = " ".join(f"Rule {n}: answer in one short sentence, name the city, and never guess a value." for n in range(24))
+INSTRUCTIONS = " ".join(f"Rule {n}: answer in one short sentence, name the city, and never guess a value." for n in range(16))
 
 
 def test_ten_turns_that_only_append_prefill_only_what_is_new(agent: MakeAgent, record_property: Callable[..., None]) -> None:
-    """Each reuses all but the last token of the one before: 97.2% to 98.4% of prompts that grow from 1,041 to 1,633 tokens."""
+    """Each reuses all but the last token of the one before: 96.1% to 98.0% of prompts that grow from 721 to 1,313 tokens."""
     one = agent(instructions=INSTRUCTIONS, options=KEEP)
     for city in ("Lisbon", "Oslo", "Rome", "Paris", "Madrid"):
         one.ask(f"What is the weather in {city}?")
@@ -142,15 +142,16 @@ def test_an_edited_question_keeps_the_turns_before_it(agent: MakeAgent) -> None:
 
 
 def test_a_turn_that_ends_with_its_first_call_is_whole_for_the_next(agent: MakeAgent) -> None:
-    """Generation goes on for a moment behind the call that was the last one wanted; the client never hears of it."""
+    """Generation goes on for a moment behind the only call that was wanted, how far is a matter of time. No client sees it."""
     one = agent(options={**KEEP, "parallel_tool_calls": False})
     one.user("What is the weather in Lisbon and in Oslo?")
     first = one.turn()
     (call,) = first.calls
     assert first.generated[-1] in first.text.markers.call_close
     one.result(call, "cloudy")
+    one.held_to_all = False  # the last token may or may not have reached the state
     turn = one.turn()
-    assert turn.reused == len(first.prompt) + len(first.generated)
+    assert turn.reused >= whole(first)
     assert turn.divergence is None
     one.check_cold(turn)
 
