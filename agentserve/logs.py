@@ -1,4 +1,4 @@
-"""Logging of this process: one event per line, stable key=value, to standard error.
+"""Logging of a process, server or worker: one event per line, stable key=value, to standard error.
 
 What never goes in: prompts, output, tool results, tokens, and messages of client errors (they may quote the client).
 """
@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
+_OURS = ("agentserve", "engine", "statecache")
 _QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "websockets", "websockets.server", "asyncio", "sqlalchemy")
 
 MAX_PLACES = 24
@@ -39,12 +40,13 @@ class OneLine(logging.Formatter):
 
 
 def setup(level: str = "INFO") -> None:
-    """Send this package's events to standard error. Libraries speak from WARNING on."""
+    """Send our packages' events to standard error. Libraries speak from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(FORMAT, "%Y-%m-%dT%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("agentserve").setLevel(level)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -26,6 +26,11 @@ class DirectSocket(WebSocketsSansIOProtocol):
         if scope is not None:
             scope["extensions"][EXTENSION] = self
 
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True  # a refusal completes it too; the base class would log an error for each
+
     def send_now(self, payload: bytes) -> bool:
         """Send one text frame (UTF-8). False if the transport's buffer is full; a closed socket swallows it."""
         if not self.writable.is_set():

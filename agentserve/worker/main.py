@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from agentserve import logs
 from agentserve.session.database import upgrade
 from agentserve.worker.messages import (
     PROTOCOL_VERSION,
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", type=WorkerSettings.from_json, required=True, help="WorkerSettings as JSON")
     options = parser.parse_args(argv)
     settings: WorkerSettings = options.settings
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logs.setup(settings.log_level)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wake = socket.socketpair()
     with woken, wake, socket.socket(fileno=options.fd) as sock:

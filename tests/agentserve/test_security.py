@@ -69,6 +69,14 @@ def test_refused_before_accept(server: FakeServer, headers: dict[str, str], stat
     assert server.services.metrics.render().count(b"agentserve_connections_refused_total{") > 0
 
 
+def test_a_refused_socket_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running() as one, pytest.raises(InvalidStatus):
+        connect(one.ws_url, proxy=None)
+    loud = [r for r in caplog.records if r.levelno >= logging.WARNING or r.name == "agentserve.security"]
+    assert [r.getMessage() for r in loud] == ["request refused status=401 reason=token kind=websocket"]
+
+
 @pytest.mark.parametrize("headers", ADMITTED)
 def test_admitted(server: FakeServer, headers: dict[str, str]) -> None:
     assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
