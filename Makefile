@@ -29,7 +29,7 @@ NATIVE := CMakeLists.txt $(wildcard engine/csrc/*.cpp engine/csrc/*.h)
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,14p' Makefile | sed 's/^# *//'
+	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
 setup: $(STAMP)
 

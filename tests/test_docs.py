@@ -31,6 +31,21 @@ def test_every_make_target_in_the_documents_exists() -> None:
                 assert target in targets, f"{document} shows `make {target}`"
 
 
+def test_make_without_a_target_tells_every_documented_one_and_the_variables() -> None:
+    told = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for word in ("make demo", "make test ", "make migrate", "PYTHON picks", "PIP_ARGS="):
+        assert word in told
+    assert told.rstrip().endswith(".")
+
+
+def test_each_decision_has_a_number_of_its_own() -> None:
+    pages = sorted((ROOT / "docs/adr").glob("*.md"))
+    numbers = [int(page.name[:4]) for page in pages]
+    assert numbers == list(range(1, len(pages) + 1))
+    for number, page in zip(numbers, pages, strict=True):
+        assert page.read_text(encoding="utf-8").startswith(f"# {number}. ")
+
+
 def test_architecture_names_every_module_folder() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
