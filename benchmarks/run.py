@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("traces", "restored_ttft", "decode_vs_transformers", "peer_model", "executor", "event_cost")
+BENCHMARKS = ("traces", "restored_ttft", "decode_vs_transformers", "peer_model", "executor", "event_cost", "reuse_scenarios")
 
 
 def main() -> None:

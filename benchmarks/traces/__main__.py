@@ -26,7 +26,7 @@ from statecache.policy import Policy
 NAMES = (BLOCKS, AIRLINE, MAGAGENT, MINISWE)
 GIB = 1 << 30
 UNLIMITED = 1 << 50
-BUDGETS = ("1+4", "2+16", "4+32", "8+64", "16+128", "unlimited")
+BUDGETS = ("4+32", "8+64", "16+128", "unlimited")
 
 
 def budget(text: str) -> tuple[str, int, int]:

@@ -21,6 +21,7 @@ from agentserve.protocol.items import (
     Message,
     OutputItem,
     OutputText,
+    Reasoning,
 )
 from agentserve.session.aliases import Aliases
 from agentserve.text.model_text import ModelText
@@ -109,16 +110,22 @@ def compose(sessions: Sequence[Sequence[Exchange]], model: Path = DEMO_MODEL, la
 
 
 def write(text: ModelText, output: Sequence[OutputItem]) -> list[int]:
-    """Ids that the model would sample for these items behind a prompt that switched thinking off."""
+    """Ids that the model would sample for these items; without Reasoning, behind a prompt that switched thinking off."""
     tokenizer, markers = text.tokenizer, text.markers
     ids: list[int] = []
+    said = False
     for item in output:
+        if isinstance(item, Reasoning):
+            ids += [*markers.think_open, *tokenizer.encode(f"\n{item.text}\n").tolist()]
+            ids += [*markers.think_close, *tokenizer.encode("\n\n").tolist()]
+            continue
         if isinstance(item, Message):
             ids += tokenizer.encode(item.text).tolist()
         elif isinstance(item, FunctionCall):
-            ids += tokenizer.encode("\n").tolist() if ids else []
+            ids += tokenizer.encode("\n").tolist() if said else []
             call = text.dialect.write_call(item.name, json.loads(item.arguments))
             ids += [*markers.call_open, *tokenizer.encode(call).tolist(), *markers.call_close]
+        said = True
     return [*ids, markers.turn_end[0]]
 
 
