@@ -43,7 +43,7 @@ def main() -> None:
     )  # fmt: skip
     for name in FILES:
         shutil.copyfile(second / name, options.out / name)
-    run("evaluate", "--model", str(options.out), "--device", "cuda", "--batch", "300", "--sessions", "30")
+    run("evaluate", "--model", str(options.out), "--sessions", "30")
     run("routing", "--model", str(options.out))
 
 

@@ -276,12 +276,18 @@ def main() -> None:
     parser.add_argument("--dialogues", type=int, default=300, help="one-turn dialogues with one or two calls")
     parser.add_argument("--sessions", type=int, default=30, help="sessions of ten turns")
     parser.add_argument("--seed", type=int, default=2026)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", choices=("engine", "transformers"), default="engine")
+    parser.add_argument("--device", default="cpu", help="of the transformers backend")
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--failures", type=Path, help="write every failure to this JSON-lines file")
     options = parser.parse_args()
     encoder = Encoder(str(options.model / "tokenizer.json"))
-    generate = transformers_backend(options.model, encoder, options.device, options.batch)
+    if options.backend == "engine":
+        from examples.demo_model.engine_backend import engine_backend
+
+        generate = engine_backend(options.model, encoder.token("<|im_end|>"))
+    else:
+        generate = transformers_backend(options.model, encoder, options.device, options.batch)
     sets = [
         ("one turn", dialogues(options.dialogues, 1, options.seed, ("single", "chain", "parallel"))),
         ("ten turns", dialogues(options.sessions, 10, options.seed + 1)),

@@ -59,7 +59,13 @@ def play(socket: AgentSocket, request: dict[str, Any]) -> tuple[bool, str]:
     previous: dict[str, str] = {}
     for _ in range(MAX_ROUNDS):
         events = socket.turn(
-            {"input": items, "tools": request["tools"], "temperature": 0, "max_output_tokens": 400, **previous}
+            {
+                "input": items,
+                "tools": request["tools"],
+                "temperature": 0,
+                "max_output_tokens": 400,
+                **previous,
+            }
         )
         event = list(events)[-1]
         if event["type"] != "response.completed":
@@ -105,7 +111,12 @@ def main() -> None:
                     right += good
                     if arguments.show and not good:
                         print(f"{request['user']}\n    {happened}", flush=True)
-                result = {"evaluation": "freeform", "set": file.stem, "requests": len(requests), "right": right}
+                result = {
+                    "evaluation": "freeform",
+                    "set": file.stem,
+                    "requests": len(requests),
+                    "right": right,
+                }
                 print(json.dumps(result | {"rate": round(right / len(requests), 3)}), flush=True)
 
 
