@@ -7,6 +7,7 @@ it came from; so is an unknown name in a file.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -18,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentserve.errors import ConfigError
+from agentserve.schema_errors import explain
 
 PREFIX = "AGENTSERVE_"
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -245,7 +247,23 @@ def _overlay(config: Config, values: Mapping[str, Any], origin: str) -> Config:
     try:
         return msgspec.convert(merged, Config, strict=False)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"bad setting in {origin}: {exc}") from exc
+        raise ConfigError(f"bad setting in {origin}: {_reason(exc, merged)}") from exc
+
+
+def _reason(error: msgspec.ValidationError, values: Any) -> str:
+    """`section.field: what is wrong`. Of values, only numbers are shown: a text may be a secret."""
+    message, path = explain(error, Config)
+    name = path.removeprefix(".")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", message)
+    if unknown is not None:
+        known = _SECTIONS[name].__struct_fields__ if name in _SECTIONS else Config.__struct_fields__
+        like = difflib.get_close_matches(unknown[1], known, n=1)
+        place = f"[{name}]" if name else "the top level"
+        return f"{place} has no setting '{unknown[1]}'; " + (f"is '{like[0]}' meant?" if like else f"it has {', '.join(known)}")
+    for part in name.split(".") if name else ():
+        values = values.get(part) if isinstance(values, dict) else None
+    shown = f", got {values}" if type(values) in (int, float) and "got" not in message else ""
+    return f"{name}: {message}{shown}" if name else message
 
 
 def _finish(config: Config) -> Config:

@@ -45,6 +45,7 @@ from agentserve.protocol.responses import (
     ResponseSteer,
     TurnOptions,
 )
+from agentserve.schema_errors import explain
 
 T = TypeVar("T")
 
@@ -56,7 +57,6 @@ MAX_PARTS = 4096
 
 # Any escape, so that an escaped backslash is passed over; a whole pair is one; group 1 is half of one.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
-_AT = re.compile(r" - at `(key in )?\$(.*)`$", re.DOTALL)
 _FRAMES: dict[str, type[ClientFrame]] = {
     "response.create": ResponseCreate,
     "response.cancel": ResponseCancel,
@@ -143,8 +143,8 @@ def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
     except msgspec.DecodeError:
         mended = _without_lone_surrogates(data)
         if mended is not None:
-            return _guard(lambda: msgspec.json.decode(mended, type=kind), where)
-    return _guard(lambda: msgspec.json.decode(data, type=kind), where)
+            return _guard(lambda: msgspec.json.decode(mended, type=kind), kind, where)
+    return _guard(lambda: msgspec.json.decode(data, type=kind), kind, where)
 
 
 def _without_lone_surrogates(data: bytes | str | Raw) -> str | None:
@@ -157,21 +157,16 @@ def _without_lone_surrogates(data: bytes | str | Raw) -> str | None:
     return None if mended == text else mended
 
 
-def _guard(work: Callable[[], T], where: str) -> T:
+def _guard(work: Callable[[], T], kind: Any, where: str) -> T:
     try:
         return work()
     except msgspec.ValidationError as exc:
-        message, path = _split(str(exc))
+        message, path = explain(exc, kind)
         raise InvalidValue(message, _join(where, path)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidValue(f"not valid JSON: {exc}", where or None) from None
     except RecursionError:
         raise InvalidValue("JSON is nested too deeply", where or None) from None
-
-
-def _split(text: str) -> tuple[str, str]:
-    at = _AT.search(text)
-    return (text, "") if at is None else (text[: at.start()], at.group(2))
 
 
 def _join(where: str, path: str) -> str | None:
@@ -205,7 +200,7 @@ def options_of(create: ResponseCreate, *, events_header: bool = False) -> TurnOp
         chosen = create.agentserve
         return msgspec.structs.replace(chosen, events=True) if events_header else chosen
     named = {k[len("agentserve.") :]: v for k, v in (create.metadata or {}).items() if k.startswith("agentserve.")}
-    options = _guard(lambda: msgspec.convert(named, TurnOptions, strict=False), "metadata.agentserve")
+    options = _guard(lambda: msgspec.convert(named, TurnOptions, strict=False), TurnOptions, "metadata.agentserve")
     return msgspec.structs.replace(options, events=True) if events_header else options
 
 
