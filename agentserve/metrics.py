@@ -55,6 +55,10 @@ class Metrics:
         self._pages = gauge("worker_kv_pages", "KV pages", ("state",))
         self._cache_bytes = gauge("checkpoint_bytes", "Bytes of saved state", ("tier",))
         self._cache_count = gauge("checkpoints", "Saved checkpoints", ("tier",))
+        self._tier = gauge("checkpoint_tier", "Counts of a tier since the worker started", ("tier", "what"))
+        self._write_back = gauge(
+            "checkpoint_write_back", "Checkpoints that wait for the disk, or were evicted before", ("what",)
+        )
         self._worker_counters = gauge("worker_counter", "Further counts that the worker reports", ("name",))
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,6 +120,11 @@ class Metrics:
             self._cache_count.labels(tier=tier).set(count)
         for name, value in load.counters.items():
             self._worker_counters.labels(name=name).set(value)
+            tier, _, what = name.partition("_")
+            if tier in load.cache_bytes:
+                self._tier.labels(tier=tier, what=what).set(value)
+            elif name.startswith("write_back_"):
+                self._write_back.labels(what=name.removeprefix("write_back_")).set(value)
 
     def render(self) -> bytes:
         """The text for `/metrics`, of type CONTENT_TYPE."""

@@ -149,6 +149,22 @@ class Api:
             raise _no_session(session_id)
         return json_response({"object": "list", "data": await self.services.worker.checkpoints(session_id)})
 
+    async def pin(self, request: Request) -> Response:
+        return await self._pin(request, True)
+
+    async def release(self, request: Request) -> Response:
+        return await self._pin(request, False)
+
+    async def _pin(self, request: Request, pinned: bool) -> Response:
+        """Of the checkpoint that `?checkpoint=` names; without it the deepest is pinned, or all are released."""
+        session_id, checkpoint = request.path_params["id"], request.query_params.get("checkpoint", "")
+        if await self.services.store.session(_principal(request).id, session_id) is None:
+            raise _no_session(session_id)
+        rows = await self.services.worker.pin(session_id, checkpoint, pinned)
+        if rows is None:
+            raise NotFound(f"no checkpoint '{checkpoint[:128]}' in this session", "checkpoint")
+        return json_response({"object": "list", "data": rows})
+
     # ── operation ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def healthz(self, request: Request) -> Response:
@@ -204,6 +220,8 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
         Route("/v1/sessions/{id}", api.session, methods=["GET"]),
         Route("/v1/sessions/{id}", api.delete_session, methods=["DELETE"]),
         Route("/v1/sessions/{id}/checkpoints", api.checkpoints, methods=["GET"]),
+        Route("/v1/sessions/{id}/pin", api.pin, methods=["POST"]),
+        Route("/v1/sessions/{id}/release", api.release, methods=["POST"]),
         Route("/healthz", api.healthz, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),

@@ -25,6 +25,7 @@ from agentserve.worker.messages import (
     LoadFailed,
     Loading,
     Matched,
+    PinCheckpoint,
     Progress,
     Saved,
     StartTurn,
@@ -91,7 +92,7 @@ class WorkerClient:
         self._query_wait_s = query_wait_s
         self._pipe: Sender | None = None
         self._turns: dict[str, _Inbox] = {}
-        self._queries: dict[int, asyncio.Future[tuple[CheckpointRow, ...]]] = {}
+        self._queries: dict[int, asyncio.Future[Checkpoints | None]] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
 
@@ -165,16 +166,26 @@ class WorkerClient:
 
     async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
         """Checkpoints that a session placed or used; empty when no worker answers within `query_wait_s`."""
+        answer = await self._ask(lambda query_id: ListCheckpoints(query_id, session))
+        return answer.rows if answer is not None else ()
+
+    async def pin(self, session: str, checkpoint: str, pinned: bool) -> tuple[CheckpointRow, ...] | None:
+        """Pin or release a session's checkpoint ("" = the deepest, or all to release); its list then. None: none such."""
+        answer = await self._ask(lambda query_id: PinCheckpoint(query_id, session, checkpoint, pinned))
+        return answer.rows if answer is not None and answer.found else None
+
+    async def _ask(self, query: Callable[[int], ToWorker]) -> Checkpoints | None:
+        """None when no worker answers in time."""
         if not self.ready:
-            return ()
+            return None
         self._expect_now()
         query_id = next(self._query_ids)
         answer = self._queries[query_id] = asyncio.get_running_loop().create_future()
         try:
-            self._try_send(ListCheckpoints(query_id, session))
+            self._try_send(query(query_id))
             return await asyncio.wait_for(answer, self._query_wait_s)
         except TimeoutError:
-            return ()
+            return None
         finally:
             self._queries.pop(query_id, None)
 
@@ -201,7 +212,7 @@ class WorkerClient:
                 inbox.push(TurnFailed(turn_id, "server_error", WORKER_STOPPED))
         for answer in self._queries.values():
             if not answer.done():
-                answer.set_result(())
+                answer.set_result(None)
         self._wake()
 
     def receive(self, frame: FromWorker) -> None:
@@ -226,7 +237,7 @@ class WorkerClient:
         elif isinstance(frame, Checkpoints):
             answer = self._queries.get(frame.query_id)
             if answer is not None and not answer.done():
-                answer.set_result(frame.rows)
+                answer.set_result(frame)
         elif isinstance(frame, LoadFailed) and frame.permanent:
             self.failure = frame.message
             self._wake()

@@ -28,7 +28,9 @@ from agentserve.worker.messages import (
     ListCheckpoints,
     LoadFailed,
     Loading,
+    PinCheckpoint,
     StartTurn,
+    ToWorker,
     TurnFailed,
 )
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
@@ -97,7 +99,7 @@ class Worker:
         self._failed_passes = 0
         return ended
 
-    def _take(self, frame: StartTurn | CancelTurn | ListCheckpoints | ForgetSession | Drain) -> None:
+    def _take(self, frame: ToWorker) -> None:
         match frame:
             case StartTurn() if self._draining:
                 self._pipe.send(TurnFailed(frame.turn_id, "server_error", "the worker is shutting down; retry"))
@@ -107,6 +109,8 @@ class Worker:
                 self._turns.cancel(frame.turn_id)
             case ListCheckpoints():
                 self._turns.list_checkpoints(frame)
+            case PinCheckpoint():
+                self._turns.pin_checkpoint(frame)
             case ForgetSession():
                 self._bridge.forget(frame.session)
             case Drain():

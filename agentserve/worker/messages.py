@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -80,6 +80,18 @@ class ListCheckpoints(msgspec.Struct, frozen=True, tag="list"):
     session: str
 
 
+class PinCheckpoint(msgspec.Struct, frozen=True, tag="pin"):
+    """Keep a session's checkpoint from being evicted (pinned), or let it go. checkpoint "": the deepest, or all to let go.
+
+    Answered by Checkpoints with the same query id and the session's list afterwards. Pins end with the worker.
+    """
+
+    query_id: int
+    session: str
+    checkpoint: str
+    pinned: bool
+
+
 class ForgetSession(msgspec.Struct, frozen=True, tag="forget"):
     """Unpin and forget which checkpoints a session used; they fall to normal eviction."""
 
@@ -90,7 +102,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running turns, accept no more, then exit 0."""
 
 
-ToWorker = StartTurn | CancelTurn | ListCheckpoints | ForgetSession | Drain
+ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Drain
 
 
 # ── worker → server ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,8 +225,11 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints(msgspec.Struct, frozen=True, tag="checkpoints"):
+    """found False: the checkpoint that was to be pinned is not one of the session's."""
+
     query_id: int
     rows: tuple[CheckpointRow, ...]
+    found: bool = True
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

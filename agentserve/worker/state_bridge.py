@@ -216,6 +216,20 @@ class StateBridge:
             )
         return ()
 
+    def pin(self, session: str, checkpoint: str, pinned: bool) -> bool:
+        """Pin or release one of a session's checkpoints; "" is the deepest, or every one to release. False: none such."""
+        with self._cache_may_fail("pin"):
+            ids = [info.id for info in self._cache.checkpoints(session)]
+            if checkpoint:
+                chosen = [checkpoint] if checkpoint in ids else []
+            else:
+                chosen = ids[-1:] if pinned else ids
+            for checkpoint_id in chosen:
+                change = self._cache.pin if pinned else self._cache.unpin
+                change(checkpoint_id, session)
+            return bool(chosen) or not (checkpoint or pinned)
+        return False
+
     def forget(self, session: str) -> None:
         with self._cache_may_fail("forget"):
             self._cache.forget(session)

@@ -15,7 +15,16 @@ import numpy as np
 
 from agentserve.deadlines import predict_ttft_us
 from agentserve.worker.measure import Measure
-from agentserve.worker.messages import Checkpoints, FromWorker, ListCheckpoints, Load, Matched, StartTurn, TurnFailed
+from agentserve.worker.messages import (
+    Checkpoints,
+    FromWorker,
+    ListCheckpoints,
+    Load,
+    Matched,
+    PinCheckpoint,
+    StartTurn,
+    TurnFailed,
+)
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turns import Found, TurnRecord
@@ -84,6 +93,10 @@ class TurnLoop:
 
     def list_checkpoints(self, query: ListCheckpoints) -> None:
         self._send(Checkpoints(query.query_id, self._bridge.checkpoints(query.session)))
+
+    def pin_checkpoint(self, query: PinCheckpoint) -> None:
+        found = self._bridge.pin(query.session, query.checkpoint, query.pinned)
+        self._send(Checkpoints(query.query_id, self._bridge.checkpoints(query.session), found))
 
     # ── what the worker's loop does ──────────────────────────────────────────────────────────────────────────────
 

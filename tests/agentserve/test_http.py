@@ -141,6 +141,10 @@ def test_sessions_show_lineage_and_are_forgotten_everywhere(server: FakeServer, 
     path = f"/v1/sessions/{session['id']}"
     assert client.get(path).json() == session
     assert client.get(f"{path}/checkpoints").json()["data"][0]["kind"] == "user"
+    assert client.post(f"{path}/pin").json()["data"][0]["id"] == "c1"
+    assert client.post(f"{path}/release", params={"checkpoint": "c1"}).status_code == 200
+    assert client.post(f"{path}/pin", params={"checkpoint": "other"}).status_code == 404
+    assert client.post("/v1/sessions/unknown/pin").status_code == 404
     assert client.delete(path).json()["deleted"] is True
     assert server.worker.forgotten == [session["id"]]
     assert client.get(path).status_code == 404

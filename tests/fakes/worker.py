@@ -152,5 +152,9 @@ class FakeWorker:
     async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
         return (CheckpointRow(id="c1", position=10, kind=BoundaryKind.USER, tier="ram", bytes=4096, hits=1, age_s=0.5),)
 
+    async def pin(self, session: str, checkpoint: str, pinned: bool) -> tuple[CheckpointRow, ...] | None:
+        rows = await self.checkpoints(session)
+        return None if checkpoint not in ("", "c1") else rows
+
     def forget(self, session: str) -> None:
         self.forgotten.append(session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentserve.worker.messages import Cut, ListCheckpoints, Progress, TurnFailed, TurnFinished
+from agentserve.worker.messages import Checkpoints, Cut, ListCheckpoints, PinCheckpoint, Progress, TurnFailed, TurnFinished
 from statecache.types import BoundaryKind
 from tests.fakes.engine import EOS, next_token
 from tests.worker.harness import Harness
@@ -250,4 +250,26 @@ def test_without_room_for_checkpoints_turns_still_run() -> None:
     h.run()
     assert h.saved(first) == []
     assert h.answer(second) == h.answer(first) == greedy(PROMPT, 8)
+    h.assert_nothing_is_held()
+
+
+def test_a_session_pins_and_releases_its_own_checkpoints_only() -> None:
+    h = Harness(ram_bytes=60_000)
+    h.turn(PROMPT, session="mine")
+    h.run()
+    h.loop.pin_checkpoint(PinCheckpoint(1, "mine", "", True))
+    (answer,) = [f for f in h.frames if isinstance(f, Checkpoints)]
+    assert answer.found
+    assert [row.pinned for row in answer.rows] == [False] * (len(answer.rows) - 1) + [True]
+    deepest = answer.rows[-1]
+    h.loop.pin_checkpoint(PinCheckpoint(2, "other", deepest.id, False))
+    h.loop.pin_checkpoint(PinCheckpoint(3, "other", "", True))
+    assert [f.found for f in h.frames if isinstance(f, Checkpoints)][1:] == [False, False]
+    for seed in range(40):  # much more than fits
+        h.turn([seed + 20, *PROMPT], session="noise", generate=False)
+        h.run()
+    assert h.cache.stats().tiers["ram"].evictions > 0
+    assert deepest.id in {info.id for info in h.cache.checkpoints()}
+    h.loop.pin_checkpoint(PinCheckpoint(4, "mine", "", False))
+    assert not any(info.pinned for info in h.cache.checkpoints())
     h.assert_nothing_is_held()
