@@ -211,7 +211,8 @@ def _from_environ(env: Mapping[str, str]) -> dict[str, Any]:
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
     """Variables that look like ours and set nothing. Worth a warning, not a stop: orchestrators inject such names."""
     env = os.environ if environ is None else environ
-    return sorted(k for k in env if k.startswith(PREFIX) and k != PREFIX + "CONFIG" and _setting(k[len(PREFIX) :]) is None)
+    others = (PREFIX + "CONFIG", PREFIX + "URL")  # the second is for clients: where the server is
+    return sorted(k for k in env if k.startswith(PREFIX) and k not in others and _setting(k[len(PREFIX) :]) is None)
 
 
 def _setting(name: str) -> str | None:

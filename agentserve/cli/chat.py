@@ -20,28 +20,39 @@ if TYPE_CHECKING:
 HELP = "/new starts over, /quit leaves (so does Ctrl-D); Ctrl-C stops an answer."
 MOST_CALLS = 8
 """Tool rounds of one user turn, so that a model which repeats itself ends."""
+SHOWN_LINES = 8
+"""Of one tool's output."""
 
 
 def chat(
     config: options.ConfigFile = None,
     state_dir: options.StateDir = None,
-    url: Annotated[str | None, typer.Option(help="Server, e.g. http://127.0.0.1:8741. Default: from the settings.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Server, e.g. http://127.0.0.1:8741. Default: from the settings.", envvar="AGENTSERVE_URL"),
+    ] = None,
     token: Annotated[
         str | None, typer.Option(help="Token. Default: the local server's token file.", envvar="AGENTSERVE_TOKEN")
     ] = None,
     tools: Annotated[
         Path | None,
-        typer.Option(help="Let the model list, read and search files in this directory (nothing is written) and calculate."),
+        typer.Option(
+            help="Let the model list, read and search files in this directory (nothing is written) and calculate.",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token. Default: the server's.")
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the server's.", min=0, max=2)
     ] = None,
     once: Annotated[str | None, typer.Option("--once", help="Send this one message, print the answer, leave.")] = None,
 ) -> None:
     """Talk to a running server: answers stream, thinking is dimmed, tool calls are executed and shown.
 
-    After each answer a line tells how much of the context was reused and when the first token came, against its deadline.
+    After each answer a line tells how much of the context was reused and from which checkpoint, when the first token came,
+    against its deadline, and how many tokens a second followed.
     """
     from rich.console import Console
 
@@ -60,7 +71,7 @@ def chat(
             console.print(f"[bold]{model}[/] at {target.url}. {HELP}", style="dim")
             _converse(console, talk)
     except Unreachable as error:
-        options.fail(f"{error}\nIs it running? Start one with: agentserve serve")
+        options.fail(f"{error}\n{error.hint}".rstrip())
 
 
 def find_target(config: Path | None, state_dir: Path | None, url: str | None, token: str | None) -> Target:
@@ -70,6 +81,8 @@ def find_target(config: Path | None, state_dir: Path | None, url: str | None, to
     chosen = options.settings(config, {"state_dir": state_dir})
     server = chosen.server
     host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+    if url is not None and not url.startswith(("http://", "https://")):
+        options.fail(f"--url must begin with http:// or https://, got '{url}'", status=2)
     address = url or f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     secret = token or server.token
     if secret is None and server.auth == "token" and server.token_file and Path(server.token_file).exists():
@@ -157,7 +170,7 @@ class Talk:
                 return None
             if event["type"] in TERMINAL:
                 self._previous = event["response"]["id"]
-                self._console.print(status_line(meter.figures), style="dim")
+                self._console.print(status_line(meter.figures), style="dim", soft_wrap=True)
                 return event["response"]
         return None
 
@@ -188,8 +201,16 @@ class Talk:
     def _execute(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._toolbox is not None
         output = self._toolbox.call(call["name"], call["arguments"])
-        self._console.print(f"  → {output}", style="green", markup=False)
+        self._console.print(f"  → {clipped(output)}", style="green", markup=False)
         return {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+
+
+def clipped(output: str) -> str:
+    """As much of a tool's output as a reader wants to see; the model gets all of it."""
+    lines = output.splitlines()
+    if len(lines) <= SHOWN_LINES:
+        return output
+    return "\n".join([*lines[:SHOWN_LINES], f"… {len(lines) - SHOWN_LINES} more lines"])
 
 
 def show_events(console: Console) -> Callable[[Event], None]:
@@ -211,6 +232,8 @@ def show_events(console: Console) -> Callable[[Event], None]:
             change("text")
             console.print(event["delta"], end="", markup=False)
         elif kind == "response.output_item.done" and event["item"]["type"] == "function_call":
+            if open_kind == "call":
+                console.print()
             change("call")
             item = event["item"]
             console.print(f"  {item['name']}({item['arguments']})", style="magenta", end="", markup=False)
@@ -221,14 +244,14 @@ def show_events(console: Console) -> Callable[[Event], None]:
 
 
 def status_line(figures: TurnFigures) -> str:
-    """Reuse, time to first token against the deadline, and speed, in one line."""
-    parts = [f"reused {figures.reused_tokens} of {figures.prompt_tokens} tokens"]
+    """Reuse, time to first token against the deadline, and speed, in one line that fits 80 columns."""
+    parts = [f"reused {figures.reused_tokens}/{figures.prompt_tokens} tokens"]
     if figures.checkpoint:
         parts[0] += f" ({figures.checkpoint}, {figures.restored_from})"
     if figures.ttft_ms is not None:
-        deadline = f" (deadline {figures.deadline_ms / 1000:g} s: {figures.deadline})" if figures.deadline_ms else ""
+        deadline = f" ({figures.deadline_ms / 1000:g} s: {figures.deadline})" if figures.deadline_ms else ""
         parts.append(f"first token {figures.ttft_ms} ms{deadline}")
     decode_s = figures.seconds - (figures.ttft_ms or 0) / 1000
     if figures.output_tokens > 1 and decode_s > 0:
-        parts.append(f"{figures.output_tokens} tokens, {(figures.output_tokens - 1) / decode_s:.0f}/s")
+        parts.append(f"{(figures.output_tokens - 1) / decode_s:.0f}/s")
     return " · ".join(parts)

@@ -22,7 +22,18 @@ Event = dict[str, Any]
 
 
 class Unreachable(Exception):
-    """No server answers, or it refuses; the text says which."""
+    """No server answers, or it refuses; the text says which. hint: what to do about it, empty if nothing is known."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+START_ONE = "Is it running? Start one with: agentserve serve"
+FIND_TOKEN = (
+    "The token is printed at the server's first start and kept as `token` in its state directory. "
+    "Give it with --token or AGENTSERVE_TOKEN, or name the directory with --state-dir."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,11 @@ class Target:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise Unreachable(
-                f"{self.url}{path} answered {error.code}: {error.read()[:300].decode(errors='replace')}"
-            ) from None
+            raise _refused(self.url, error.code, error.read()) from None
+        except urllib.error.URLError as error:
+            raise Unreachable(f"no server at {self.url}: {_reason(error.reason)}", START_ONE) from None
         except (OSError, ValueError) as error:
-            raise Unreachable(f"{self.url}{path}: {error}") from None
+            raise Unreachable(f"{self.url} does not answer as a server does: {error}") from None
 
     def readiness(self) -> dict[str, Any]:
         """What /readyz says; `{"status": "unreachable"}` if nothing answers yet."""
@@ -80,10 +91,9 @@ class AgentSocket:
                 proxy=None,
             )
         except InvalidStatus as error:
-            body = (error.response.body or b"").decode(errors="replace")
-            raise Unreachable(f"the server refused the connection: {error.response.status_code} {body[:300]}") from None
+            raise _refused(target.url, error.response.status_code, error.response.body or b"") from None
         except OSError as error:
-            raise Unreachable(f"no server at {target.url}: {error}") from None
+            raise Unreachable(f"no server at {target.url}: {_reason(error)}", START_ONE) from None
 
     def __enter__(self) -> AgentSocket:
         return self
@@ -116,6 +126,19 @@ class AgentSocket:
     def cancel(self) -> None:
         """Ask for the end of the running response; its terminal event still comes."""
         self._socket.send(json.dumps({"type": "response.cancel"}))
+
+
+def _refused(url: str, status: int, body: bytes) -> Unreachable:
+    try:
+        said = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        said = body[:300].decode(errors="replace")
+    return Unreachable(f"the server at {url} answered {status}: {said}", FIND_TOKEN if status == 401 else "")
+
+
+def _reason(error: object) -> str:
+    """ "Connection refused" rather than "[Errno 111] Connection refused"."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 @dataclass(slots=True)

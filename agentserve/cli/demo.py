@@ -28,7 +28,7 @@ FILES = {
     "src/app.py": "from settings import load\nload()",
     "src/settings.py": "max_retries = 5\ntimeout = 30",
 }
-BEFORE_RESTART = ("Which files are in notes?", "Read notes/prices.txt", "What is 42 * 17?")
+BEFORE_RESTART = ("What is in the notes folder?", "Read notes/prices.txt", "What is 42 * 17?")
 AFTER_RESTART = ("Search for max_retries in src and read the file you find",)
 AFTER_EDIT = ("What is 714 + 86?",)
 CLEARED = "[old output cleared]"
@@ -44,11 +44,10 @@ def demo(
 ) -> None:
     """Run an agent session with real tools on the embedded model, CPU only, in under a minute.
 
-    A private server starts on a free loopback port. An agent connects over WebSocket, declares four tools and executes what the
-    model calls; the server is killed in the middle and the session goes on by its last response id, restored from
-    disk; then the agent edits its
-    context (old tool output cleared, thinking dropped) and sends it whole. At the end: the checkpoints that were placed, what
-    each response reused, and its time to first token against the deadline.
+    A private server starts on a free loopback port. An agent connects over WebSocket, declares four tools and executes what
+    the model calls; the server is killed in the middle and the session goes on by its last response id, restored from disk;
+    then the agent edits its context (old tool output cleared, thinking dropped) and sends it whole. At the end: the
+    checkpoints that were placed, what each response reused, and its time to first token against the deadline.
     """
     from rich.console import Console
 
@@ -68,6 +67,8 @@ def demo(
             status = _play(console, keep or root / "state", workspace, model)
         except Unreachable as error:
             options.fail(str(error))
+        except OSError as error:
+            options.fail(f"cannot use {error.filename or keep}: {error.strerror}")
     console.print(f"\n{time.monotonic() - began:.0f} s in all.", style="dim")
     raise typer.Exit(status)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import os
 import shutil
@@ -80,6 +81,7 @@ def examine(config: Config) -> Iterator[Finding]:
         check_model,
         check_port,
         check_database,
+        check_environment,
     ]
     for check in checks:
         try:
@@ -185,7 +187,10 @@ def check_port(config: Config) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as error:
-            hint = "Is a server running already? Another port: --port N"
+            taken = error.errno == errno.EADDRINUSE
+            hint = (
+                "Is a server running already? Another port: --port N" if taken else "An address of this machine: --host ADDRESS"
+            )
             return Finding("address", "fail", f"{host}:{port} cannot be taken: {error.strerror}", hint)
     return Finding("address", "ok", f"{host}:{port} is free")
 
@@ -207,6 +212,16 @@ def check_database(config: Config) -> Finding:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         return Finding("database", "fail", f"{shown}: {reason}", "Check address, user and password: --database-url URL")
     return Finding("database", "ok", shown)
+
+
+def check_environment(_: Config) -> Finding:
+    from agentserve.config import unknown_names
+
+    unknown = unknown_names()
+    if unknown:
+        hint = "The names are in docs/settings.md, a variable of each setting with it."
+        return Finding("environment", "warn", f"{', '.join(unknown)}: set, and means nothing", hint)
+    return Finding("environment", "ok", "no AGENTSERVE_* variable without a meaning")
 
 
 def _gib(size: int) -> str:

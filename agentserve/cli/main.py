@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from agentserve.cli import cache, chat, demo, doctor, migrate, serve
@@ -12,8 +14,31 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the lines of a paragraph are joined and wrapped to the terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"agentserve {version('agentserve')}")
+        except PackageNotFoundError:
+            typer.echo("agentserve, run from its source tree and not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("chat")(chat.chat)

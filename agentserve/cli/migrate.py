@@ -17,9 +17,12 @@ def migrate(
     from sqlalchemy.exc import SQLAlchemyError
 
     from agentserve.app import migrate as bring_up_to_date
+    from agentserve.errors import ConfigError
 
     try:
         revision = bring_up_to_date(chosen)
-    except SQLAlchemyError as error:
+    except ConfigError as error:
+        options.fail(str(error), status=2)
+    except (SQLAlchemyError, ValueError) as error:
         options.fail(f"the database could not be migrated: {error}")
     typer.echo(f"schema is at revision {revision}")

@@ -14,12 +14,19 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help="TOML file with settings; flags and AGENTSERVE_* variables go before it.", metavar="FILE"
+        "--config",
+        "-c",
+        help="TOML file with settings (docs/settings.md); flags and AGENTSERVE_* variables go before it.",
+        metavar="FILE",
     ),
 ]
 StateDir = Annotated[
     Path | None,
-    typer.Option("--state-dir", help="Where databases, the token and checkpoints are kept.", metavar="DIR"),
+    typer.Option(
+        "--state-dir",
+        help="Where databases, the token and checkpoints are kept. Default: ~/.local/state/agentserve.",
+        metavar="DIR",
+    ),
 ]
 Model = Annotated[
     Path | None,

@@ -60,7 +60,8 @@ class PrivateServer:
                 return
             if self._process.poll() is not None or state["status"] == "failed" or time.monotonic() > until:
                 why = state.get("reason") or state["status"]
-                self.stop()
+                if (status := self.stop()) is not None and state["status"] == "unreachable":
+                    why = f"it ended with status {status}"
                 raise Unreachable(f"the server did not become ready: {why}\n{self.tail()}")
             loading = state.get("loading") or {}
             waiting(f"{loading['what']} ({loading['fraction']:.0%})" if loading else str(state["status"]))

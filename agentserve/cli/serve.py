@@ -147,7 +147,7 @@ class LoadProgress:
     def loading(self, frame: Loading) -> None:
         if self._bar is None:
             tenths = int(frame.fraction * 10)
-            if tenths != self._tenths:
+            if tenths != self._tenths and frame.fraction < 1.0:  # that it is ready is said anyway
                 self._tenths = tenths
                 print(f"agentserve: loading {frame.fraction:.0%} ({frame.what})", file=sys.stderr, flush=True)
             return

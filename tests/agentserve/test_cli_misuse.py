@@ -1,0 +1,92 @@
+"""A command that was called wrongly says so in a line or two that name the thing, and never with a traceback."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentserve.cli.chat import SHOWN_LINES, clipped, show_events
+from agentserve.cli.main import app
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Some other program that listens where a server was expected."""
+
+    def do_GET(self) -> None:
+        body = b'{"error": {"message": "got an unknown token"}}' if self.headers.get("authorization") else b"<html>"
+        self.send_response(401 if self.headers.get("authorization") else 200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+WRONG = [
+    ("chat --url localhost:8741 --once x", "--url must begin with http:// or https://, got 'localhost:8741'"),
+    ("chat --url http://127.0.0.1:9 --once x", "no server at http://127.0.0.1:9: Connection refused"),
+    ("chat --url http://127.0.0.1:9 --once x", "Start one with: agentserve serve"),
+    ("chat --url STRANGER --once x", "STRANGER does not answer as a server does"),
+    ("chat --url STRANGER --token bad --once x", "answered 401: got an unknown token\nThe token is printed"),
+    ("chat --tools /nowhere --once x", "'/nowhere' does not exist"),
+    ("chat --temperature 9 --once x", "less than or equal to 2"),
+    ("demo --keep /dev/null/x", "cannot use /dev/null/x: Not a directory"),
+    ("migrate --database-url mysql://u@h/d", "sqlite and postgresql are"),
+    ("migrate --database-url nonsense", "Could not parse"),
+    ("migrate --state-dir /dev/null/x", "/dev/null/x: Not a directory"),
+    ("serve --port 99999", "server.port: Expected `int` <= 65535, got 99999"),
+    ("serve --model /nowhere", "/nowhere"),
+    ("serve --config /nowhere.toml", "/nowhere.toml"),
+    ("serve --host 0.0.0.0 --no-auth", "server.host must be loopback"),
+    ("doctor --device tpu", "No such option"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG)
+def test_wrong_use_is_told_in_a_line(line: str, message: str, stranger: str, tmp_path: Path) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path), "COLUMNS": "200", "TERM": "dumb", "AGENTSERVE_TOKEN": None}
+    result = CliRunner().invoke(app, line.replace("STRANGER", stranger).split(), env=environment)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code != 0
+    assert message.replace("STRANGER", stranger) in result.output
+    assert len(result.output.splitlines()) <= 6
+
+
+def test_the_version_is_told() -> None:
+    assert re.match(r"agentserve(, run from its source| \d+\.\d+\.\d+$)", CliRunner().invoke(app, ["--version"]).output)
+
+
+def test_a_variable_without_a_meaning_is_named(tmp_path: Path) -> None:
+    flags = ["doctor", "--brief", "--port", "0", "--state-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, flags, env={"AGENTSERVE_PROT": "1", "AGENTSERVE_URL": "http://x"})
+    assert "environment: AGENTSERVE_PROT: set, and means nothing" in result.output
+
+
+def test_long_tool_output_is_shown_in_part() -> None:
+    lines = [str(n) for n in range(SHOWN_LINES + 3)]
+    assert clipped("\n".join(lines[:SHOWN_LINES])) == "\n".join(lines[:SHOWN_LINES])
+    assert clipped("\n".join(lines)) == "\n".join([*lines[:SHOWN_LINES], "… 3 more lines"])
+
+
+def test_each_call_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    show = show_events(Console(width=80))
+    for name in ("first", "second"):
+        show({"type": "response.output_item.done", "item": {"type": "function_call", "name": name, "arguments": "{}"}})
+    show({"type": "response.completed"})
+    assert capsys.readouterr().out == "  first({})\n  second({})\n"
