@@ -132,8 +132,7 @@ def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
     pieces: list[np.ndarray] = []
     at = start
     first = bisect_right(payload.kv, start, key=lambda run: run.start) - 1
-    for index in range(max(0, first), len(payload.kv)):  # a slice of thousands of runs would cost more than the rows
-        run = payload.kv[index]
+    for run in payload.kv[max(0, first) :]:
         run_end = run.start + len(run.rows)
         if run.start <= at < run_end:
             stop = min(end, run_end)
