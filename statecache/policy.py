@@ -41,6 +41,7 @@ class Policy:
     slack_permille: how much of a tier one eviction round frees beyond what is needed, so that rounds are rare.
     remembered_checkpoints, remembered_tokens: how many evicted checkpoints, and tokens in the whole index, are kept to explain
     later misses.
+    single_flight_tokens: a turn waits for another one's checkpoint that is about to save it so many tokens; 0 = never.
     tell_other_salts: report the divergence cause "salt". It tells a principal that another one has used the same tokens, so it
     is off unless all of them are the same person; "cold" or "tokens" is reported instead.
     durable_ends: of each turn's checkpoints, how many go to disk beside those that are placed once in a session's life.
@@ -55,6 +56,7 @@ class Policy:
     slack_permille: int = 15
     remembered_checkpoints: int = 4096
     remembered_tokens: int = 16 << 20
+    single_flight_tokens: int = 256
     tell_other_salts: bool = False
     durable_ends: int = 2
 

@@ -93,6 +93,13 @@ class StateCache:
                 self._matched_tokens += record.position
             return match
 
+    def depth(self, tokens: np.ndarray, salt: bytes) -> int:
+        """The position that match() would find now; counts nothing and pins nothing."""
+        ids = token_bytes(tokens)
+        with self._lock:
+            record, _ = self._deepest(self._index.walk(salt, ids), len(ids) // 4, len(ids) // 4)
+            return record.position if record is not None else 0
+
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int:
         """First token, block aligned and ≤ position, whose KV rows a put() at `position` must bring along."""
         ids = token_bytes(tokens)[: 4 * position]

@@ -10,12 +10,13 @@ turn_loop.py calls it at the moments of a turn's life. Rules kept here:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from agentserve.worker.flights import Flight, join
 from agentserve.worker.messages import CheckpointRow, Saved
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.turns import Found, TurnRecord
@@ -106,6 +107,21 @@ class StateBridge:
         cuts = prompt_cuts(boundaries, len(turn.ids), self._cache.policy, after=after, parted_at=kept.parted_at)
         kept.cuts = {cut.position: cut for cut in cuts}
         return tuple(cut.position for cut in cuts)
+
+    def flight(self, turn: TurnRecord) -> Flight:
+        """What this turn, planned already, will save of its prompt."""
+        kept = self._kept.get(turn.id)
+        return Flight(turn.id, turn.ids, turn.processed, sorted(kept.cuts) if kept is not None else ())
+
+    def worth_waiting_for(self, turn: TurnRecord, flights: Iterable[Flight]) -> tuple[str, int] | None:
+        """A checkpoint of another turn that this one should wait for: (turn, position)."""
+        with self._cache_may_fail("join"):
+            least = self._cache.policy.single_flight_tokens
+            found = join(turn.ids, 0, flights, least)
+            # Only now, when something may be gained, the longer question.
+            if found is not None and found[1] - self._cache.depth(turn.ids, turn.start.salt) >= least:
+                return found
+        return None
 
     @contextmanager
     def _pinned(self, turn: TurnRecord) -> Iterator[Match]:

@@ -59,6 +59,8 @@ class TurnLoop:
         self._clock = clock
         self._measure = Measure()
         self._turns: dict[str, TurnRecord] = {}
+        self._held: dict[str, tuple[str, int]] = {}
+        """Turns that wait for another one's checkpoint: (that turn, its position)."""
 
     @property
     def running(self) -> int:
@@ -75,6 +77,40 @@ class TurnLoop:
             self._send(refusal)
             return
         turn = self._turns[start.turn_id] = TurnRecord(start, ids, self._clock())
+        if not self._wait_for_another(turn):
+            self._begin_or_fail(turn)
+
+    def _wait_for_another(self, turn: TurnRecord) -> bool:
+        """Hold the turn back while another one computes what it needs."""
+        flights = [
+            self._bridge.flight(other)
+            for other in self._turns.values()
+            if other is not turn
+            and other.id not in self._held
+            and other.start.salt == turn.start.salt
+            and other.first_token_at is None
+            and not other.cancelled
+        ]
+        found = self._bridge.worth_waiting_for(turn, flights) if flights else None
+        if found is None:
+            return False
+        self._held[turn.id] = found
+        turn.expected = found[1]
+        return True
+
+    def _release_held(self) -> None:
+        """Begin turns whose wait is over: the checkpoint was taken, or will not come."""
+        for turn_id, (other_id, position) in list(self._held.items()):
+            other = self._turns.get(other_id)
+            if turn_id not in self._held or (other is not None and not other.cancelled and other.processed < position):
+                continue
+            turn = self._turns[turn_id]
+            del self._held[turn_id]
+            turn.expected = 0
+            if not self._wait_for_another(turn):
+                self._begin_or_fail(turn)
+
+    def _begin_or_fail(self, turn: TurnRecord) -> None:
         try:
             self._begin(turn)
         except ContextTooLong as error:
@@ -120,6 +156,7 @@ class TurnLoop:
                 self._on_cut(event, spoiled)
             elif isinstance(event, Finished):
                 self._on_finished(event)
+        self._release_held()
         return len(self._turns) < before
 
     def tick(self) -> None:
@@ -287,6 +324,10 @@ class TurnLoop:
 
     def _cancel(self, turn: TurnRecord) -> None:
         turn.cancelled = True
+        if self._held.pop(turn.id, None) is not None:
+            self._drop(turn)
+            self._send(turn.last_frame("cancelled", None, self._clock()))
+            return
         try:
             # What is there is kept: a person who interrupts an answer goes on from it, and a deadline is tried again.
             self._engine.cancel(turn.id, hold=True)
@@ -301,6 +342,7 @@ class TurnLoop:
     def _drop(self, turn: TurnRecord) -> None:
         self._bridge.close(turn)
         self._turns.pop(turn.id, None)
+        self._release_held()
 
     # ── telling how long it takes ────────────────────────────────────────────────────────────────────────────────
 

@@ -30,7 +30,8 @@ class Found:
 class TurnRecord:
     """Mutable state of one turn; owned by the loop.
 
-    ids: uint32 [n], the prompt. reused: tokens restored. processed: prompt tokens in the state. written: tokens newly saved.
+    ids: uint32 [n], the prompt. reused: tokens restored. processed: prompt tokens in the state. expected: tokens that another
+    turn is computing for it. written: tokens newly saved.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
     """
 
@@ -45,6 +46,7 @@ class TurnRecord:
         self.told_at = received_at
         self.reused = 0
         self.processed = 0
+        self.expected = 0
         self.written = 0
         self.restore_s = 0.0
         self.cancelled = False
@@ -63,7 +65,7 @@ class TurnRecord:
 
     @property
     def unprefilled(self) -> int:
-        return 0 if self.first_token_at is not None else max(0, len(self.ids) - self.processed)
+        return 0 if self.first_token_at is not None else max(0, len(self.ids) - max(self.processed, self.expected))
 
     def lateness(self, now: float) -> str:
         late_ms = round((now - self.start.accepted_at) * 1000)

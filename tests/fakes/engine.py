@@ -112,7 +112,9 @@ class FakeEngine:
 
     def declare_cut(self, request_id: str, position: int) -> None:
         self._call("declare_cut")
-        run = self._runs[request_id]
+        run = self._runs.get(request_id)
+        if run is None:
+            raise EngineError("a request that is queued or running")
         if position < run.processed:
             raise EngineError(f"position {position} has passed")
         run.cuts.add(position)
