@@ -64,6 +64,9 @@ class StateBridge:
         self._engine = engine
         self._cache = cache
         self._keep = keep
+        self.worth: Callable[[int, int, str | None], bool] = lambda tokens, nbytes, tier: True
+        """(tokens, bytes, tier) → whether a restore beats a prefill."""
+        self.not_worth = 0
         self._kept: dict[str, _Kept] = {}
         self._pins = 0
         self.cache_errors = 0
@@ -85,6 +88,9 @@ class StateBridge:
         self._kept[turn.id] = _Kept(scanner)
         with self._cache_may_fail("match"), self._pinned(turn) as match:
             # read() may fall back to a shorter checkpoint, so everything is told as it is afterwards.
+            if match.position and not self.worth(match.position, match.nbytes, match.tier):
+                self.not_worth += 1
+                return Found(0, None, None, None, "none"), None
             payload = match.read() if match.position else None
             differs = match.divergence.cause != "none"
             if match.divergence.cause == "tokens":
@@ -256,6 +262,7 @@ class StateBridge:
             "pins": self._pins,
             "cache_errors": self.cache_errors,
             "release_errors": self.release_errors,
+            "restores_not_worth": self.not_worth,
         }
         with self._cache_may_fail("stats"):
             stats = self._cache.stats()

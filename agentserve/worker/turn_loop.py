@@ -58,6 +58,7 @@ class TurnLoop:
         self._token_bytes = token_bytes
         self._clock = clock
         self._measure = Measure()
+        bridge.worth = self._measure.worth_restoring
         self._turns: dict[str, TurnRecord] = {}
         self._held: dict[str, tuple[str, int]] = {}
         """Turns that wait for another one's checkpoint: (that turn, its position)."""
@@ -231,7 +232,7 @@ class TurnLoop:
         if snapshot is not None:
             turn.reused = turn.processed = snapshot.position
             turn.restore_s = self._clock() - began_at
-            self._measure.restored(_bytes_of(snapshot), turn.restore_s)
+            self._measure.restored(_bytes_of(snapshot), turn.restore_s, found.tier)
         self._send(self._matched(turn, found))
 
     def _submit(self, turn: TurnRecord, snapshot: StateSnapshot | None) -> None:
