@@ -91,7 +91,7 @@ class AgentSocket:
                 proxy=None,
             )
         except InvalidStatus as error:
-            raise _refused(target.url, error.response.status_code, error.response.body or b"") from None
+            raise _refused(target.url, error.response.status_code, bytes(error.response.body or b"")) from None
         except OSError as error:
             raise Unreachable(f"no server at {target.url}: {_reason(error)}", START_ONE) from None
 
