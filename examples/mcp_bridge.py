@@ -3,7 +3,7 @@
 The bridge starts an MCP server over stdio, hands its tool descriptions to the session exactly as the MCP server gives them
 (`name`, `description`, `inputSchema`), runs the calls that the model makes, and returns MCP results as they are.
 
-    AGENTSERVE_TOKEN=… python examples/mcp_bridge.py "What is the status of order A-1041?" -- python examples/mcp_server.py
+    .venv/bin/python examples/mcp_bridge.py "What is the status of order A-1041?" -- .venv/bin/python examples/mcp_server.py
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 from mcp import Client, StdioServerParameters
 from openai import AsyncOpenAI
+
+NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
 
 async def run(question: str, command: list[str], base_url: str, token: str) -> str:
@@ -70,7 +72,7 @@ def main() -> None:
             " ".join(sys.argv[1:split]),
             sys.argv[split + 1 :],
             os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-            os.environ["AGENTSERVE_TOKEN"],
+            os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
         )
     )
     print(answer)

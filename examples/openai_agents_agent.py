@@ -1,6 +1,6 @@
 """An agent of the OpenAI Agents SDK on this server, over WebSocket.
 
-AGENTSERVE_TOKEN=… python examples/openai_agents_agent.py "What is the weather in Lisbon?"
+.venv/bin/python examples/openai_agents_agent.py "What is the weather in Lisbon?"
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 
 from agents import Agent, ModelSettings, RunConfig, Runner, function_tool, set_tracing_disabled
 from agents.models.openai_provider import OpenAIProvider
+
+NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
 
 @function_tool
@@ -26,7 +28,7 @@ def get_weather(city: str) -> str:
 async def main(question: str) -> None:
     set_tracing_disabled(True)
     provider = OpenAIProvider(
-        api_key=os.environ["AGENTSERVE_TOKEN"],
+        api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
         base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
         use_responses=True,
         use_responses_websocket=True,
@@ -38,9 +40,7 @@ async def main(question: str) -> None:
         tools=[get_weather],
         model_settings=ModelSettings(temperature=0.0),
     )
-    result = Runner.run_streamed(
-        agent, question, run_config=RunConfig(model_provider=provider), auto_previous_response_id=True
-    )
+    result = Runner.run_streamed(agent, question, run_config=RunConfig(model_provider=provider), auto_previous_response_id=True)
     async for event in result.stream_events():
         if event.type == "run_item_stream_event":
             print(f"[{event.name}]")

@@ -1,8 +1,8 @@
 """A tool loop with the plain OpenAI SDK over one WebSocket.
 
-Start a server (`agentserve serve`), then:
+Start a server (`.venv/bin/agentserve serve`), set AGENTSERVE_TOKEN, then:
 
-    AGENTSERVE_TOKEN=… python examples/openai_tool_loop.py "What is 17 times 23?"
+    .venv/bin/python examples/openai_tool_loop.py "What is 17 times 23?"
 
 Each turn sends only what is new and names the response it follows, so the server prefills a few tokens instead of the whole
 conversation.
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from openai import OpenAI
+
+NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -85,7 +87,7 @@ def call(name: str, arguments: str) -> str:
 def main(question: str) -> None:
     client = OpenAI(
         base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-        api_key=os.environ["AGENTSERVE_TOKEN"],
+        api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
     )
     with client.responses.connect() as connection:
         new_items: Any = [{"role": "user", "content": question}]
@@ -109,9 +111,7 @@ def main(question: str) -> None:
                         if item.type == "function_call":
                             output = call(item.name, item.arguments)
                             print(f"[{item.name}({item.arguments}) -> {output}]")
-                            new_items.append(
-                                {"type": "function_call_output", "call_id": item.call_id, "output": output}
-                            )
+                            new_items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
                     break
 
 

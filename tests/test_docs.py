@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from agentserve import config
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/protocol.md", "docs/glossary.md", "docs/roadmap.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/protocol.md",
+    "docs/glossary.md",
+    "docs/roadmap.md",
+    "docs/settings.md",
+]
 TOP = ("agentserve/", "statecache/", "engine/", "migrations/", "tests/", "benchmarks/", "examples/", "docker/", "docs/", ".ci/")
 
 
@@ -44,6 +54,27 @@ def test_each_decision_has_a_number_of_its_own() -> None:
     assert numbers == list(range(1, len(pages) + 1))
     for number, page in zip(numbers, pages, strict=True):
         assert page.read_text(encoding="utf-8").startswith(f"# {number}. ")
+
+
+def test_every_setting_is_documented_with_its_default_and_short_variable() -> None:
+    text = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    rows = {
+        cells[0].strip("`"): cells
+        for line in text.splitlines()
+        if line.startswith("| `") and (cells := [cell.strip() for cell in line.strip("|").split("|")])
+    }
+    fields = {"state_dir": ""}
+    fields |= {
+        f"{section}.{name}": default
+        for section, kind in config._SECTIONS.items()
+        for name, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True)
+    }
+    assert set(rows) == set(fields)
+    for name, default in fields.items():
+        if type(default) in (int, float, bool):
+            assert rows[name][1] == (f"{default}".lower() if isinstance(default, bool) else f"{default:.12g}"), name
+    for variable, name in config._SHORT.items():
+        assert f"`AGENTSERVE_{variable}`" in rows[name][2]
 
 
 def test_architecture_names_every_module_folder() -> None:
