@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,12 +132,14 @@ def test_every_damaged_file_is_a_miss(tmp_path, damage, when):
         assert best(cache, tokens) == 1500
 
 
-def test_any_flipped_bit_of_a_file_is_noticed(tmp_path):
-    """Every byte of one state file, header and parts: never other bytes than those saved."""
+@pytest.mark.parametrize("what", ["state", "extent", "logits"])
+def test_any_flipped_bit_of_a_file_is_noticed(tmp_path, what):
+    """Every byte of one file, header fields and parts: never other bytes than those saved."""
     cache, tokens = restart(tmp_path), context(4, 70)
-    save(cache, tokens, 66)
+    save(cache, tokens, 70, logits=True)
     cache.write_back()
-    path = next(p for p in tmp_path.glob("??/*.safetensors") if p.name.startswith(b"s".hex()))
+    first = {"state": b"s", "extent": b"x", "logits": b"l"}[what]
+    path = next(p for p in tmp_path.glob("??/*.safetensors") if p.name.startswith(first.hex()))
     good = path.read_bytes()
     cache = restart(tmp_path)
     shelf = cache._kept.shelves[1]
@@ -148,7 +151,57 @@ def test_any_flipped_bit_of_a_file_is_noticed(tmp_path):
         with pytest.raises(Exception, match="segment"):
             shelf.read(record, shelf.path(record))
     path.write_bytes(good)
-    assert best(cache, tokens) == 66
+    assert best(cache, tokens) == 70
+
+
+def _reheaded(path: Path, **changes: object) -> None:
+    """The same parts under a header that is sound in itself but says something else."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    contents = decode_header(data[8 : 8 + length])
+    sizes = {name: size for name, (_, size, _) in contents.parts.items()}
+    sums = {name: checksum for name, (*_, checksum) in contents.parts.items()}
+    path.write_bytes(encode_header(contents.key, replace(contents.header, **changes), sizes, sums) + data[8 + length :])
+
+
+FOREIGN = {
+    "older format": lambda p: p.write_bytes(p.read_bytes().replace(b"statecache-segment-1", b"statecache-segment-0")),
+    "another namespace": lambda p: _reheaded(p, namespace=b"m" * 32),
+    "another salt": lambda p: _reheaded(p, salt=b"c" * 32),
+    "another position": lambda p: _reheaded(p, position=1),
+    "other tokens": lambda p: _reheaded(p, tokens=bytes(len(decode_header(_head(p)).header.tokens))),
+    "another parent": lambda p: _reheaded(p, parent=b"q" * 16),
+    "no segment at all": lambda p: p.write_bytes(b"PK" + os.urandom(3000)),
+}
+
+
+def _head(path: Path) -> bytes:
+    data = path.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+@pytest.mark.parametrize("kind", ["x", "s"])
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_foreign_segment_is_a_miss_and_is_told(tmp_path, foreign, kind, caplog):
+    """Found at the start, or, put there while it runs, at the next read; quarantined with its reason where it is not sound."""
+    for when in ("running", "restarted"):
+        root = tmp_path / when
+        _, tokens = filled(root)
+        path = sorted(p for p in root.glob("??/*.safetensors") if p.name.startswith(kind.encode().hex()))[0]
+        cache = restart(root) if when == "running" else None
+        FOREIGN[foreign](path)
+        cache = cache or restart(root)
+        for asked, salt in ((tokens, SALT), (tokens[:1400], SALT), (tokens[:101], SALT), (tokens[:400], OTHER_SALT)):
+            best(cache, asked, salt)
+            assert best(cache, asked, salt) == best(cache, asked, salt)
+        close_books(cache)
+        if when == "running" and foreign != "another parent":  # whose parent it names is of no use to a reader
+            assert cache.stats().tiers["disk"].quarantined == 1
+            assert (root / "quarantine" / path.name).exists()
+            assert (root / "quarantine" / path.name).with_suffix(".reason").read_text().strip()
+            assert any("quarantined" in r.message for r in caplog.records)
+        assert save(cache, tokens, 1500, logits=True).checkpoint_id is not None
+        assert best(cache, tokens) == 1500
 
 
 class Killed(BaseException):

@@ -21,7 +21,7 @@ from statecache.types import Boundary, BoundaryKind
 from statecache.writer import HOUR_S, Allowance, Writer
 from tests.statecache.faults import FaultyTier
 from tests.statecache.test_failures import best
-from tests.statecache.world import LAYOUT, NAMESPACE, SALT, close_books, context, make, save
+from tests.statecache.world import LAYOUT, NAMESPACE, SALT, close_books, context, make, save, truth
 
 
 def settle(writer: Writer) -> None:
@@ -83,6 +83,19 @@ def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
     assert writer.close(20.0)
     assert cache.stats().tiers["disk"].checkpoints == 1
     close_books(cache)
+
+
+def test_the_source_may_change_while_its_copy_waits_for_the_disk(tmp_path):
+    opened, tokens = states(tmp_path), context(9, 300)
+    payload = truth(tokens, SALT, 290)
+    result = opened.cache.put(tokens, SALT, Boundary(290, BoundaryKind.TURN), payload)
+    for array in (payload.kv[0].rows, *payload.state.values()):
+        array[:] = 0
+    opened.want([result.checkpoint_id or ""])
+    opened.close()
+    again = states(tmp_path)
+    assert best(again.cache, tokens) == 290
+    again.close()
 
 
 def test_victims_that_still_wait_are_taken_last_and_counted(tmp_path):
