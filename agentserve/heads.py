@@ -1,4 +1,7 @@
-"""How long the head of a request may be. uvicorn's faster parser keeps whatever comes before the empty line, from anybody."""
+"""How long the head of a request may be, in bytes and in time.
+
+uvicorn's faster parser keeps whatever comes before the empty line, from anybody, and waits for it for ever.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 
 MAX_HEAD_BYTES = 256 << 10
 """Of request line and headers that are not complete yet. h11, the other parser, stops at 64 KiB by itself."""
+HEAD_S = 20.0
+"""From the connection, or the first byte of a further request, to the empty line."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -17,10 +22,30 @@ def http_protocol() -> type[asyncio.Protocol] | str:
         return "h11"
 
     class BoundedHttp(HttpToolsProtocol):
-        """Counts what has come of an unfinished head, and hangs up when it is too much."""
+        """Counts what has come of an unfinished head, and hangs up when it is too much or takes too long."""
 
         unfinished = True
         head_bytes = 0
+        deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._head_came()
+            super().connection_lost(exc)
+
+        def _expect_head(self) -> None:
+            self._head_came()
+            self.unfinished, self.head_bytes = True, 0
+            self.deadline = self.loop.call_later(HEAD_S, self.transport.close)
+
+        def _head_came(self) -> None:
+            self.unfinished = False
+            if self.deadline is not None:
+                self.deadline.cancel()
+                self.deadline = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -32,11 +57,11 @@ def http_protocol() -> type[asyncio.Protocol] | str:
                 self.transport.close()
 
         def on_message_begin(self) -> None:
-            self.unfinished, self.head_bytes = True, 0
+            self._expect_head()
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
-            self.unfinished = False
+            self._head_came()
             super().on_headers_complete()
 
     return BoundedHttp

@@ -174,6 +174,18 @@ def test_the_same_key_and_body_replays_and_another_body_conflicts(server: FakeSe
     assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "idempotency_conflict")
 
 
+def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentserve.heads.HEAD_S", 0.2)
+    with running() as server, httpx.Client(base_url=server.url) as kept:
+        assert kept.get("/healthz").status_code == 200
+        for begun in (b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port)) as raw:
+                raw.settimeout(30)
+                raw.sendall(begun)
+                assert raw.recv(1) == b""  # times out if the server waits
+        assert kept.get("/healthz").status_code == 200, "a connection that rests between requests is left alone"
+
+
 def test_a_head_without_end_is_hung_up_on(server: FakeServer) -> None:
     """Before any token was seen, so from anybody."""
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
