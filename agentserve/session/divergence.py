@@ -161,8 +161,13 @@ def _cause(
     if was is None:
         if index < len(old.items):
             return "history_replaced"
+        if isinstance(now, Message) and now.role in ("system", "developer"):
+            return "system_changed"  # templates move it up to the first one, in front of what stood there
         # Behind the old prompt: the answer's own items came back otherwise than they were sampled.
-        return "retokenized" if isinstance(now, Message | Reasoning | FunctionCall | CustomToolCall) else "history_replaced"
+        answered = (
+            now.role == "assistant" if isinstance(now, Message) else isinstance(now, Reasoning | FunctionCall | CustomToolCall)
+        )
+        return "retokenized" if answered else "history_replaced"
     reason = _item_cause(was, now)
     if reason == "system_changed" and not _same_conversation(old, request):
         return "new_context"

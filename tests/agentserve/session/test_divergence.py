@@ -110,6 +110,17 @@ def test_changed_developer_message(family: str):
 
 
 @families
+def test_a_further_developer_message_behind_a_prewarmed_one(family: str):
+    agent = watched(family, request(system("You write code."), tools=(WEATHER, CLOCK)))
+    agent.render()
+    agent.contexts.remember(agent.request, agent.rendered, [])
+    agent.told = np.asarray(agent.rendered.ids)
+    agent.add(system("The disk is read-only."))
+    agent.add(user("Weather in Paris?"))
+    assert agent.why().cause in ("system_changed", "appended")
+
+
+@families
 def test_compaction(family: str):
     agent = session(family, retain="all")
     agent.items = [user("Summary: it was sunny.")]
