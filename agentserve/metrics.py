@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from agentserve.deadlines import DeadlineStatus
@@ -15,6 +15,7 @@ from agentserve.worker.messages import Load, TurnFailed, TurnFinished
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+disable_created_metrics()  # a second series for each counter that says when it began
 
 
 class Metrics:
@@ -51,7 +52,9 @@ class Metrics:
         self._errors = counter("errors", "Error events and responses by code", ("code",))
         self._worker_turns = gauge("worker_turns", "Turns in the worker", ("state",))
         self._waiting_tokens = gauge("worker_waiting_prefill_tokens", "Prompt tokens that wait for prefill")
-        self._rate = gauge("worker_tokens_per_second", "Measured speed", ("phase",))
+        self._rate = gauge(
+            "worker_tokens_per_second", "Speed that deadlines are predicted with: measured, before that assumed", ("phase",)
+        )
         self._pages = gauge("worker_kv_pages", "KV pages", ("state",))
         self._cache_bytes = gauge("checkpoint_bytes", "Bytes of saved state", ("tier",))
         self._cache_count = gauge("checkpoints", "Saved checkpoints", ("tier",))

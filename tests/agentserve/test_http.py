@@ -130,6 +130,10 @@ def test_models_and_operation(server: FakeServer, client: httpx.Client) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     missing = client.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert "/v1/responses" in missing.json()["error"]["message"]
+    wrong = client.put("/v1/responses")
+    assert wrong.status_code == 405
+    assert "accepted: POST" in wrong.json()["error"]["message"]
     assert client.put("/v1/responses").status_code == 405
 
 

@@ -64,3 +64,9 @@ def test_two_servers_in_one_process_do_not_share_counts() -> None:
     first, second = Metrics(), Metrics()
     first.turn_ended(FINISHED)
     assert b"agentserve_output_tokens_total 0.0" in second.render()
+
+
+def test_a_counter_is_one_series() -> None:
+    metrics = Metrics()
+    metrics.turn_ended(FINISHED)
+    assert b"_created" not in metrics.render()
