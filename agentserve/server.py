@@ -253,7 +253,7 @@ def _on_api_error(request: Request, exc: Exception) -> Response:
 def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     what = f"{request.method} {request.url.path[:128]} is not served here"
-    allowed = (exc.headers or {}).get("allow")
+    allowed = (exc.headers or {}).get("Allow")
     error = NotFound(f"{what}; accepted: {allowed}" if allowed else f"{what}; turns go to POST or WebSocket /v1/responses")
     return Response(error_response(error).body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
 
