@@ -11,7 +11,16 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("traces", "restored_ttft", "decode_vs_transformers", "peer_model", "executor", "event_cost", "reuse_scenarios")
+BENCHMARKS = (
+    "traces",
+    "restored_ttft",
+    "decode_vs_transformers",
+    "peer_model",
+    "executor",
+    "event_cost",
+    "saved_states",
+    "reuse_scenarios",
+)
 
 
 def main() -> None:
