@@ -10,6 +10,7 @@ turn_loop.py calls it at the moments of a turn's life. Rules kept here:
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +26,14 @@ from engine.types import CutReached, HoldId, KvRun, ModelInfo, StateLayout, Stat
 from statecache import keys
 from statecache import types as cache_types
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
+from statecache.experience import Experience
 from statecache.match import Match
 from statecache.policy import better_kind, worth_disk
 from statecache.store import StateCache
 from statecache.types import Boundary, BoundaryKind, MarkerTable
 
 log = logging.getLogger(__name__)
+SESSIONS_FOLLOWED = 4096
 TAIL_TOKENS = 32
 """A template opens thinking among the last tokens of a prompt or not at all."""
 
@@ -68,6 +71,9 @@ class StateBridge:
         """(tokens, bytes, tier) → whether a restore beats a prefill."""
         self.not_worth = 0
         self._kept: dict[str, _Kept] = {}
+        self._experience = Experience(cache.policy)
+        self._ends: OrderedDict[str, int] = OrderedDict()
+        """Tokens of each session's last prompt, of the newest sessions."""
         self._pins = 0
         self.cache_errors = 0
         self.release_errors = 0
@@ -95,6 +101,7 @@ class StateBridge:
             differs = match.divergence.cause != "none"
             if match.divergence.cause == "tokens":
                 self._kept[turn.id].parted_at = match.divergence.position
+                self._learn(turn, match.divergence.position)
             divergence = match.divergence.position if differs else None
             found = Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)
             if payload is None or payload.position == 0:
@@ -110,9 +117,19 @@ class StateBridge:
         """
         boundaries = [Boundary(cut.position, cut.kind, cut.item) for cut in turn.start.cuts]
         kept = self._kept[turn.id]
-        cuts = prompt_cuts(boundaries, len(turn.ids), self._cache.policy, after=after, parted_at=kept.parted_at)
+        policy = self._experience.policy(turn.start.salt)
+        cuts = prompt_cuts(boundaries, len(turn.ids), policy, after=after, parted_at=kept.parted_at)
+        if turn.start.session:
+            self._ends[turn.start.session] = len(turn.ids)
+            self._ends.move_to_end(turn.start.session)
+            if len(self._ends) > SESSIONS_FOLLOWED:
+                self._ends.popitem(last=False)
         kept.cuts = {cut.position: cut for cut in cuts}
         return tuple(cut.position for cut in cuts)
+
+    def _learn(self, turn: TurnRecord, parted_at: int) -> None:
+        """Remember how far before its session's last prompt end this context parts from what is saved."""
+        self._experience.saw(turn.start.salt, self._ends.get(turn.start.session, 0) - parted_at)
 
     def flight(self, turn: TurnRecord) -> Flight:
         """What this turn, planned already, will save of its prompt."""

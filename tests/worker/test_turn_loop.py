@@ -273,3 +273,19 @@ def test_a_session_pins_and_releases_its_own_checkpoints_only() -> None:
     h.loop.pin_checkpoint(PinCheckpoint(4, "mine", "", False))
     assert not any(info.pinned for info in h.cache.checkpoints())
     h.assert_nothing_is_held()
+
+
+def test_shadows_move_to_where_a_client_edits() -> None:
+    """Each prompt keeps all but the last 700 tokens of the one before."""
+    h = Harness(ram_bytes=1 << 24)
+    for n in range(30):
+        prompt = [*PROMPT * 4, *[20 + i % 7 for i in range(10 * n)], *[30 + (i * n) % 11 for i in range(700)]]
+        h.turn(prompt, max_tokens=1, session="editor")
+        h.run()
+    new = h.turn([6, *prompt], max_tokens=1)
+    h.run()
+    assert {len(prompt) + 1 - position for position, kind in h.saved(new) if kind == "shadow"} == {256, 1024}
+    other = h.turn([5, *prompt], max_tokens=1, salt=b"other")
+    h.run()
+    assert {len(prompt) + 1 - position for position, kind in h.saved(other) if kind == "shadow"} == {64, 256}
+    h.assert_nothing_is_held()
