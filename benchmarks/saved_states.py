@@ -101,7 +101,7 @@ def main() -> None:
     figures = measure(options.tokens, options.rounds)
     print("  ".join(f"{name} {value}" for name, value in figures.items()))
     model = "hybrid 35B, 20,480 B KV a token, 61.4 MiB state"
-    report("saved states", model, {"tokens": options.tokens, "rounds": options.rounds}, figures, options.record)
+    report("saved_states", model, {"tokens": options.tokens, "rounds": options.rounds}, figures, options.record)
 
 
 if __name__ == "__main__":
