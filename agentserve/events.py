@@ -82,7 +82,15 @@ class ResponseEvents:
     def output(self) -> tuple[OutputItem, ...]:
         return tuple(self._output)
 
-    def finished(self, *, usage: Usage, incomplete: str | None, now: int, cancelled: bool = False) -> ResponseBody:
+    def finished(
+        self,
+        *,
+        usage: Usage,
+        incomplete: str | None,
+        now: int,
+        cancelled: bool = False,
+        stop_sequence: str | None = None,
+    ) -> ResponseBody:
         """Close what is open and return the final body. The terminal event is sent later, by `end`, once the body is stored."""
         self.close_item("completed" if incomplete is None else "incomplete")
         status = "cancelled" if cancelled else "completed" if incomplete is None else "incomplete"
@@ -93,6 +101,7 @@ class ResponseEvents:
             usage=usage,
             completed_at=now if status == "completed" else None,
             incomplete_details=None if incomplete is None else IncompleteDetails(incomplete),
+            stop_sequence=UNSET if stop_sequence is None else stop_sequence,
         )
         return self.body
 

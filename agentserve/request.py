@@ -75,7 +75,6 @@ class TurnRequest:
         """room: tokens that still fit into the context, None if not known."""
         c = self.create
         wanted = c.max_output_tokens or config.turn.max_output_tokens
-        stop = (c.stop,) if isinstance(c.stop, str) else tuple(c.stop or ())
         return Sampling(
             max_tokens=0 if not self.generate else min(wanted, MOST) if room is None else max(1, min(wanted, room)),
             temperature=config.turn.temperature if c.temperature is None else c.temperature,
@@ -87,8 +86,12 @@ class TurnRequest:
             presence_penalty=c.presence_penalty or 0.0,
             frequency_penalty=c.frequency_penalty or 0.0,
             logprobs=self.top_logprobs,
-            stop=tuple(s.encode() for s in stop),
         )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.create.stop
+        return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
     def body(self, config: Config) -> ResponseBody:
         """The response object at its creation."""
@@ -117,9 +120,18 @@ class TurnRequest:
 
 
 def accept(
-    create: ResponseCreate, principal: Principal, config: Config, headers: Mapping[str, str], *, websocket: bool
+    create: ResponseCreate,
+    principal: Principal,
+    config: Config,
+    headers: Mapping[str, str],
+    *,
+    websocket: bool,
+    items: tuple[Item, ...] | None = None,
 ) -> TurnRequest:
-    """Check a create body. headers: of the request or upgrade, lower case. Raises ApiError."""
+    """Check a create body. headers: of the request or upgrade, lower case. Raises ApiError.
+
+    items: its `input` if that is decoded already, as for the other APIs, whose errors name their own fields.
+    """
     _refuse_unsupported(create)
     options = options_of(create, events_header=headers.get("agentserve-events") == "1")
     tools, ignored, echo = decode_tools(create.tools)
@@ -138,7 +150,7 @@ def accept(
         created_at=int(time.time()),
         create=create,
         options=options,
-        items=decode_input(create.input, max_items=config.limits.items),
+        items=decode_input(create.input, max_items=config.limits.items) if items is None else items,
         tools=None if create.tools is None else tools,
         ignored_tools=ignored,
         tools_echo=echo,

@@ -13,6 +13,7 @@ import msgspec
 from agentserve.events import ResponseEvents
 from agentserve.interfaces import CallClose, CallDelta, Delta, ReasoningDelta, StreamParser, TextDelta
 from agentserve.protocol.server_events import Event
+from agentserve.stops import StopText
 from agentserve.worker.messages import Tokens
 from statecache.types import MarkerTable
 
@@ -40,7 +41,8 @@ class Sink(Protocol):
 class TokenStream:
     """One turn's output.
 
-    one_call: the output ends with its first tool call; `enough` is True from then on and further ids are dropped.
+    one_call: the output ends with its first tool call. stops: it ends before the first of these in its visible text. `enough`
+    is True from then on and further ids are dropped.
     token_text: bytes of a token, for log-probabilities.
     generated: every id that was taken. reasoning_tokens: how many of them were thinking.
     """
@@ -54,6 +56,7 @@ class TokenStream:
         token_text: Callable[[int], bytes],
         *,
         one_call: bool = False,
+        stops: Sequence[str] = (),
     ) -> None:
         self.generated: list[int] = []
         self.reasoning_tokens = 0
@@ -64,8 +67,14 @@ class TokenStream:
         self._markers = frozenset(i for ids in msgspec.structs.astuple(markers) for i in ids)
         self._token_text = token_text
         self._one_call = one_call
+        self._stops = StopText(stops)
         self._held: Delta | None = None
         self._logprobs: list[Any] = []
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that ended the output."""
+        return self._stops.found
 
     def push(self, frame: Tokens) -> None:
         if self.enough:
@@ -85,6 +94,8 @@ class TokenStream:
     def finish(self) -> None:
         """The worker has sent its last id."""
         self._write(self._parser.finish())
+        if not self.enough and (rest := self._stops.flush()):
+            self._join(TextDelta(rest))
         self.flush()
 
     def flush(self) -> None:
@@ -101,20 +112,32 @@ class TokenStream:
         for delta in deltas:
             if self.enough:
                 return
-            held = self._held
-            if held is not None:
-                if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
-                    self._held = type(held)(held.text + delta.text)
-                    if len(held.text) >= MAX_HELD or not self._sink.pressed:
-                        self.flush()
-                    continue
-                self.flush()
-            if isinstance(delta, MERGEABLE) and self._sink.pressed:
-                self._held = delta
+            if type(delta) is TextDelta:
+                shown = self._stops.push(delta.text)
+                if shown:
+                    self._join(delta if shown == delta.text else TextDelta(shown))
+                self.enough = self._stops.found is not None
                 continue
-            self._emit(delta)
+            if rest := self._stops.flush():
+                self._join(TextDelta(rest))
+            self._join(delta)
             if self._one_call and type(delta) is CallClose:
                 self.enough = True
+
+    def _join(self, delta: Delta) -> None:
+        """Send it, or join it to what waits."""
+        held = self._held
+        if held is not None:
+            if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
+                self._held = type(held)(held.text + delta.text)
+                if len(held.text) >= MAX_HELD or not self._sink.pressed:
+                    self.flush()
+                return
+            self.flush()
+        if isinstance(delta, MERGEABLE) and self._sink.pressed:
+            self._held = delta
+            return
+        self._emit(delta)
 
     def _emit(self, delta: Delta) -> None:
         marks = self._logprobs

@@ -147,17 +147,7 @@ class Turn:
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def render(self) -> Rendered:
-        request, context = self.request, self.context
-        self._render_request = RenderRequest(
-            instructions=request.create.instructions,
-            tools=context.tools if request.tool_choice == "auto" else (),
-            items=context.items,
-            retain=request.options.retain,
-            thinking=request.thinking,
-            salt=request.principal.salt,
-            prompt=request.generate,
-            max_tokens=MOST_CONTEXT if self.services.worker.hello is None else self.services.worker.hello.max_context,
-        )
+        self._render_request = render_request(self.request, self.context, self.services)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)
 
@@ -172,6 +162,7 @@ class Turn:
             rendered.markers,
             text.token_text,
             one_call=self.request.create.parallel_tool_calls is False,
+            stops=self.request.stops,
         )
         if self.cancelled:
             return _nothing(self.request.id, len(rendered.ids))
@@ -218,9 +209,10 @@ class Turn:
             incomplete=reason,
             now=int(time.time()),
             cancelled=reason == "cancelled",
+            stop_sequence=stream.stop_sequence,
         )
         generated = np.asarray(stream.generated, dtype="<u4")
-        if len(generated):
+        if len(generated) and stream.stop_sequence is None:  # what was cut off is no part of what the client sends back
             self.services.text.learn(render_request, rendered, body.output, generated)
         self.services.contexts.remember(render_request, rendered, generated)
         log.info(
@@ -359,6 +351,29 @@ class Turn:
 
     def _elapsed_ms(self) -> int:
         return int((time.monotonic() - self.request.accepted_at) * 1000)
+
+
+def render_request(request: TurnRequest, context: Context, services: Services) -> RenderRequest:
+    """The whole context of a turn, as it is rendered."""
+    hello = services.worker.hello
+    return RenderRequest(
+        instructions=request.create.instructions,
+        tools=context.tools if request.tool_choice == "auto" else (),
+        items=context.items,
+        retain=request.options.retain,
+        thinking=request.thinking,
+        salt=request.principal.salt,
+        prompt=request.generate,
+        max_tokens=MOST_CONTEXT if hello is None else hello.max_context,
+    )
+
+
+async def count_tokens(request: TurnRequest, services: Services) -> int:
+    """Tokens of the context that a turn of this request would have. Raises ApiError, TurnFailure."""
+    context = await resolve(request, services.store, LocalResponses())
+    loop = asyncio.get_running_loop()
+    rendered = await loop.run_in_executor(services.threads, services.text.render, render_request(request, context, services))
+    return len(rendered.ids)
 
 
 def cache_report(

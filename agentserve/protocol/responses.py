@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from agentserve.protocol.items import OutputItem
 
@@ -89,6 +89,12 @@ class ResponseCreate(Struct, frozen=True, kw_only=True):
     agentserve: TurnOptions | None = None
 
 
+class InputTokens(Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"):
+    """Answer of `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+
+
 class ResponseCancel(Struct, frozen=True, kw_only=True):
     """response_id None: whatever is active on the lane."""
 
@@ -146,7 +152,10 @@ class EchoText(Struct, frozen=True):
 
 
 class ResponseBody(Struct, frozen=True, kw_only=True):
-    """The `response` object. status: in_progress, queued, completed, incomplete, failed or cancelled. Times: Unix seconds."""
+    """The `response` object. status: in_progress, queued, completed, incomplete, failed or cancelled. Times: Unix seconds.
+
+    stop_sequence (not in the standard): the stop string that ended the text; left out if none did.
+    """
 
     id: str
     object: Literal["response"] = "response"
@@ -178,6 +187,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     truncation: str = "disabled"
     usage: Usage | None = None
     user: str | None = None
+    stop_sequence: str | UnsetType = UNSET
 
 
 def usage(*, prompt: int, cached: int, written: int, output: int, reasoning: int) -> Usage:
