@@ -3,7 +3,8 @@
 AgentserveError
 ├── ApiError                        answered to the client as an `error` object; never logged with its message
 │   ├── InvalidValue                a known field holds something else than accepted
-│   │   └── UnsupportedValue        valid in the standard, not done by this server
+│   │   ├── UnsupportedValue        valid in the standard, not done by this server
+│   │   └── ContextTooLong
 │   ├── UnknownEvent, MessageTooLarge
 │   ├── PreviousResponseNotFound, NotFound, ModelNotFound
 │   ├── InvalidStreamId, StreamLimitReached, ConnectionLimitReached
@@ -45,6 +46,12 @@ class InvalidValue(ApiError):
 
 class UnsupportedValue(InvalidValue):
     code = "unsupported_value"
+
+
+class ContextTooLong(InvalidValue):
+    """Outside of a turn; a turn fails with a TurnFailure of this code."""
+
+    code = "context_length_exceeded"
 
 
 class UnknownEvent(ApiError):

@@ -1,24 +1,37 @@
-"""The same turns over HTTP: one JSON answer, or server-sent events. A client that goes away stops its turn."""
+"""The same turns over HTTP: one JSON answer, or server-sent events. A client that goes away stops its turn.
+
+What the answer looks like is a Wire's business: Responses here, the other APIs in compat/.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentserve.errors import ApiError, InvalidValue, MessageTooLarge, RateLimitExceeded, ServerError
+from agentserve.errors import (
+    ApiError,
+    ContextTooLong,
+    InvalidValue,
+    MessageTooLarge,
+    RateLimitExceeded,
+    ServerError,
+    TurnFailure,
+)
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
-from agentserve.protocol.codec import encode, error_body, sse
+from agentserve.protocol.codec import encode, error_body_for, sse
 from agentserve.protocol.decode import check_members, decode
-from agentserve.protocol.responses import ResponseBody, ResponseCreate
+from agentserve.protocol.responses import ErrorDetail, InputTokens, ResponseBody, ResponseCreate
 from agentserve.protocol.server_events import Event
 from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send
-from agentserve.turn import Services, run_turn
+from agentserve.turn import Services, count_tokens, run_turn
+
+T = TypeVar("T")
 
 FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "invalid_prompt": 400, "deadline_exceeded": 408}
 """HTTP status of a failed turn that was not streamed; 500 for the rest."""
@@ -29,11 +42,41 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str = "") -> Response:
+    """path: of the request, which says whose error shape it wants."""
     headers = {}
     if isinstance(error, RateLimitExceeded):
         headers["retry-after"] = str(error.retry_after_s)
-    return Response(error_body(error), status_code=error.status, media_type="application/json", headers=headers)
+    return Response(error_body_for(path, error), status_code=error.status, media_type="application/json", headers=headers)
+
+
+class Wire(Protocol):
+    """How one turn's answer is written in one API. It may keep what a following event needs to know."""
+
+    def event(self, event: Event) -> bytes:
+        """Server-sent events for one event of the turn; empty if this API has none for it."""
+        ...
+
+    def whole(self, body: ResponseBody) -> Response:
+        """The answer that was not streamed, of a turn that did not fail."""
+        ...
+
+    def failed(self, error: ErrorDetail, status: int) -> Response:
+        """A turn that was not streamed has failed."""
+        ...
+
+
+class ResponsesWire:
+    """Events as they are."""
+
+    def event(self, event: Event) -> bytes:
+        return sse(event)
+
+    def whole(self, body: ResponseBody) -> Response:
+        return json_response(body)
+
+    def failed(self, error: ErrorDetail, status: int) -> Response:
+        return json_response({"error": error}, status)
 
 
 def headers_of(request: Request) -> Mapping[str, str]:
@@ -52,17 +95,45 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def create_response(request: Request, services: Services) -> Response:
-    """`POST /v1/responses`."""
-    principal: Principal = request.state.principal
+async def read_object(request: Request, services: Services, kind: type[T]) -> T:
+    """The body, decoded. Raises MessageTooLarge, InvalidValue."""
     raw = await read_body(request, services.config.limits.frame_bytes)
     if not raw.lstrip().startswith(b"{"):
         raise InvalidValue("the body must be one JSON object")
     check_members(raw)
-    turn = accept(decode(raw, ResponseCreate), principal, services.config, headers_of(request), websocket=False)
+    return decode(raw, kind)
+
+
+async def create_response(request: Request, services: Services) -> Response:
+    """`POST /v1/responses`."""
+    return await answer_turn(request, await _accept(request, services), services, ResponsesWire())
+
+
+async def count_input_tokens(request: Request, services: Services) -> Response:
+    """`POST /v1/responses/input_tokens`: what a create body like this would have as input."""
+    return json_response(InputTokens(input_tokens=await count(await _accept(request, services), services)))
+
+
+async def _accept(request: Request, services: Services) -> TurnRequest:
+    create = await read_object(request, services, ResponseCreate)
+    principal: Principal = request.state.principal
+    return accept(create, principal, services.config, headers_of(request), websocket=False)
+
+
+async def count(turn: TurnRequest, services: Services) -> int:
+    """Tokens of the turn's context. Raises ApiError."""
+    try:
+        return await count_tokens(turn, services)
+    except TurnFailure as failure:
+        kind = ContextTooLong if failure.code == "context_length_exceeded" else InvalidValue
+        raise kind(failure.message, failure.param) from None
+
+
+async def answer_turn(request: Request, turn: TurnRequest, services: Services, wire: Wire) -> Response:
+    """Run an accepted turn, streamed if it asked for that."""
     if turn.create.stream:
-        return EventStream(turn, services)
-    return await _whole(request, turn, services)
+        return EventStream(turn, services, wire)
+    return await _whole(request, turn, services, wire)
 
 
 class _Nowhere:
@@ -78,7 +149,7 @@ class _Nowhere:
         pass
 
 
-async def _whole(request: Request, turn: TurnRequest, services: Services) -> Response:
+async def _whole(request: Request, turn: TurnRequest, services: Services, wire: Wire) -> Response:
     task = asyncio.create_task(run_turn(turn, services, _Nowhere()), name=f"turn-{turn.id}")
     gone = asyncio.create_task(_disconnected(request.receive), name="http-disconnect")
     try:
@@ -87,16 +158,16 @@ async def _whole(request: Request, turn: TurnRequest, services: Services) -> Res
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return Response(status_code=499)
-        return _answer(task.result())
+        return _answer(task.result(), wire)
     finally:
         gone.cancel()
         task.cancel()
 
 
-def _answer(body: ResponseBody) -> Response:
+def _answer(body: ResponseBody, wire: Wire) -> Response:
     if body.error is None:
-        return json_response(body)
-    return json_response({"error": body.error}, FAILED_STATUS.get(body.error.code, 500))
+        return wire.whole(body)
+    return wire.failed(body.error, FAILED_STATUS.get(body.error.code, 500))
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -107,9 +178,10 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events of one turn; also the turn's Sink. Errors before the first event get their own HTTP status."""
 
-    def __init__(self, turn: TurnRequest, services: Services) -> None:
+    def __init__(self, turn: TurnRequest, services: Services, wire: Wire) -> None:
         super().__init__()
         self._turn = turn
+        self._wire = wire
         self._services = services
         self._task: asyncio.Task[ResponseBody] | None = None
         limits = services.config.limits
@@ -129,7 +201,8 @@ class EventStream(Response):
         return self._outbox.full
 
     def put(self, event: Event) -> None:
-        self._outbox.put(sse(event))
+        if payload := self._wire.event(event):
+            self._outbox.put(payload)
 
     async def room(self) -> None:
         await self._outbox.room()
@@ -159,7 +232,7 @@ class EventStream(Response):
         assert self._task is not None
         payload = await self._outbox.get()
         if payload is None:
-            await _failed_to_start(self._task)(scope, receive, send)
+            await _failed_to_start(self._task, scope["path"])(scope, receive, send)
             return
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -174,8 +247,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _failed_to_start(task: asyncio.Task[ResponseBody]) -> Response:
+def _failed_to_start(task: asyncio.Task[ResponseBody], path: str) -> Response:
     error = None if task.cancelled() else task.exception()
     return error_response(
-        error if isinstance(error, ApiError) else ServerError("the server failed before this turn began; retry")
+        error if isinstance(error, ApiError) else ServerError("the server failed before this turn began; retry"), path
     )

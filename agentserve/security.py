@@ -18,7 +18,7 @@ from typing import Any
 from agentserve.config import ServerConfig, is_loopback
 from agentserve.errors import ApiError, ConfigError, Forbidden, InvalidApiKey, UpgradeRequired
 from agentserve.interfaces import Principal
-from agentserve.protocol.codec import error_body
+from agentserve.protocol.codec import error_body_for
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Guard:
         token = _token(headers)
         if token is not None and (owner := self._tokens.owner(token)) is not None:
             return owner
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or (scope["path"] == "/" and scope.get("method") == "HEAD"):
             return principal_named("")
         what = "no token" if token is None else "an unknown token"
         raise InvalidApiKey(f"got {what}; send `Authorization: Bearer …` or `x-api-key: …`", "token")
@@ -178,7 +178,7 @@ def _token(headers: dict[bytes, list[bytes]]) -> str | None:
 
 async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
     """Answer with an HTTP error; for an upgrade this happens instead of accepting it."""
-    body = error_body(error)
+    body = error_body_for(scope["path"], error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -18,12 +18,15 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
 from agentserve import health
+from agentserve.compat.chat import create_completion
+from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
 from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError, UnsupportedValue
 from agentserve.heads import http_protocol
-from agentserve.http import create_response, error_response, json_response
+from agentserve.http import count_input_tokens, create_response, error_response, json_response
 from agentserve.interfaces import Principal, StoredResponse
 from agentserve.metrics import CONTENT_TYPE
+from agentserve.protocol.codec import error_body_for
 from agentserve.protocol.items import Item
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
 from agentserve.turn import Services
@@ -58,9 +61,15 @@ class Api:
         await self.sockets.serve(scope, receive, send)
 
     async def create(self, request: Request) -> Response:
+        self._check_open()
+        return await create_response(request, self.services)
+
+    async def input_tokens(self, request: Request) -> Response:
+        return await count_input_tokens(request, self.services)
+
+    def _check_open(self) -> None:
         if self.sockets.draining:
             raise RateLimitExceeded("the server restarts", 5)
-        return await create_response(request, self.services)
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
@@ -107,6 +116,23 @@ class Api:
         if stored is None:
             raise _no_response(response_id)
         return stored
+
+    # ── other APIs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def chat_completions(self, request: Request) -> Response:
+        self._check_open()
+        return await create_completion(request, self.services)
+
+    async def messages(self, request: Request) -> Response:
+        self._check_open()
+        return await create_message(request, self.services)
+
+    async def message_tokens(self, request: Request) -> Response:
+        return await count_message_tokens(request, self.services)
+
+    async def here(self, request: Request) -> Response:
+        """Clients of Messages ask `HEAD /` whether there is anybody."""
+        return Response()
 
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -210,10 +236,15 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
     return [
         WebSocketRoute("/v1/responses", _Socket(api)),
         Route("/v1/responses", api.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", api.get, methods=["GET"]),
         Route("/v1/responses/{id}", api.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", api.input_items, methods=["GET"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/messages", api.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.message_tokens, methods=["POST"]),
+        Route("/", api.here, methods=["HEAD"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{id:path}", api.model, methods=["GET"]),
         Route("/v1/sessions", api.sessions, methods=["GET"]),
@@ -247,7 +278,7 @@ def create_app(services: Services, tokens: Tokens | None, lifespan: Lifespan | N
 
 def _on_api_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, ApiError)
-    return error_response(exc)
+    return error_response(exc, request.url.path)
 
 
 def _on_http_error(request: Request, exc: Exception) -> Response:
@@ -255,11 +286,12 @@ def _on_http_error(request: Request, exc: Exception) -> Response:
     what = f"{request.method} {request.url.path[:128]} is not served here"
     allowed = (exc.headers or {}).get("Allow")
     error = NotFound(f"{what}; accepted: {allowed}" if allowed else f"{what}; turns go to POST or WebSocket /v1/responses")
-    return Response(error_response(error).body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
+    body = error_body_for(request.url.path, error)
+    return Response(body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
 
 
 def _on_bug(request: Request, exc: Exception) -> Response:
-    return error_response(ServerError("the server failed on this request"))
+    return error_response(ServerError("the server failed on this request"), request.url.path)
 
 
 class DrainingServer(uvicorn.Server):

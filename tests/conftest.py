@@ -27,7 +27,7 @@ def _missing(marker: str) -> str | None:
         found = glob.glob("/usr/lib/postgresql/*/bin/initdb") or shutil.which("initdb")
         return None if found else "needs PostgreSQL server binaries (initdb)"
     if marker == "clients":
-        absent = [m for m in ("openai", "agents", "mcp") if importlib.util.find_spec(m) is None]
+        absent = [m for m in ("anthropic", "openai", "agents", "mcp") if importlib.util.find_spec(m) is None]
         return f"needs client packages: {', '.join(absent)}" if absent else None
     return None
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from agentserve.errors import ApiError
+from agentserve.protocol.messages import MESSAGES_ERRORS, MESSAGES_PATH, MessagesError, MessagesErrorDetail
 from agentserve.protocol.responses import ErrorDetail
 from agentserve.protocol.server_events import ErrorFrame, type_of
 
@@ -30,3 +31,20 @@ def error_frame(error: ApiError, stream_id: str | UnsetType = UNSET) -> ErrorFra
 def error_body(error: ApiError) -> bytes:
     """A refusal over HTTP."""
     return encode({"error": error_detail(error)})
+
+
+def error_body_for(path: str, error: ApiError) -> bytes:
+    """A refusal over HTTP in the shape of the API that lives at this path."""
+    if path.startswith(MESSAGES_PATH):
+        return encode(messages_error(error.message, error.status, error.code, error.param))
+    return error_body(error)
+
+
+def messages_error(message: str, status: int, code: str, param: str | None = None) -> MessagesError:
+    """An error as Messages clients know it: it has no member for the field, so the message names it."""
+    if code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # by these words its clients know that they should compact
+    elif param is not None:
+        message = f"{param}: {message}"
+    kind = MESSAGES_ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return MessagesError(error=MessagesErrorDetail(type=kind, message=message))

@@ -113,6 +113,7 @@ class _ToolHead(Struct, frozen=True, kw_only=True):
     type: Any = None
     name: Any = None
     function: Raw | UnsetType = UNSET
+    custom: Raw | UnsetType = UNSET
     inputSchema: Raw | UnsetType = UNSET
 
 
@@ -187,7 +188,7 @@ def peek(text: str) -> Envelope:
 def decode_frame(envelope: Envelope, text: str) -> ClientFrame:
     """The whole frame. Raises UnknownEvent or InvalidValue."""
     if not isinstance(envelope.type, str):
-        raise InvalidValue(f"Expected `str`, got `{_kind(envelope.type)}`; accepted: {', '.join(_FRAMES)}", "type")
+        raise InvalidValue(f"Expected `str`, got `{kind_of(envelope.type)}`; accepted: {', '.join(_FRAMES)}", "type")
     kind = _FRAMES.get(envelope.type)
     if kind is None:
         raise UnknownEvent(f"unknown event type '{envelope.type[:64]}'; accepted: {', '.join(_FRAMES)}", "type")
@@ -245,7 +246,7 @@ def _item(raw: Raw, where: str) -> Item:
     if kind == "reasoning":
         return decode(raw, Reasoning, where)
     if not isinstance(kind, str):
-        raise InvalidValue(f"Expected `str`, got `{_kind(kind)}`; accepted: {_ACCEPTED_ITEMS}", f"{where}.type")
+        raise InvalidValue(f"Expected `str`, got `{kind_of(kind)}`; accepted: {_ACCEPTED_ITEMS}", f"{where}.type")
     raise UnsupportedValue(f"item type '{kind[:64]}' is not supported; accepted: {_ACCEPTED_ITEMS}", f"{where}.type")
 
 
@@ -258,10 +259,10 @@ def _message_content(wire: _WireMessage, where: str) -> tuple[Part, ...]:
         return ()
     if head != b"[":
         raise InvalidValue("Expected `str` or an array of content parts", f"{where}.content")
-    return _parts(wire.content, f"{where}.content")
+    return decode_parts(wire.content, f"{where}.content")
 
 
-def _parts(raw: Raw, where: str) -> tuple[Part, ...]:
+def decode_parts(raw: Raw, where: str) -> tuple[Part, ...]:
     raws = decode(raw, list[Raw], where)
     if len(raws) > MAX_PARTS:
         raise InvalidValue(f"{len(raws)} content parts, at most {MAX_PARTS} are accepted", where)
@@ -275,7 +276,7 @@ def _part(raw: Raw, where: str) -> Part:
         return decode(raw, known, where)
     if kind in _OTHER_PARTS:
         raise UnsupportedValue(f"content of type '{kind}' is not supported by this model; accepted: {_ACCEPTED_PARTS}", where)
-    got = f"'{kind[:64]}'" if isinstance(kind, str) else f"`{_kind(kind)}`"
+    got = f"'{kind[:64]}'" if isinstance(kind, str) else f"`{kind_of(kind)}`"
     raise InvalidValue(f"unknown content type {got}; accepted: {_ACCEPTED_PARTS}", f"{where}.type")
 
 
@@ -284,7 +285,7 @@ def _tool_output(raw: Raw, where: str) -> tuple[str | tuple[Part, ...], bool | U
     if head == b'"':
         return decode(raw, str, where), UNSET
     if head == b"[":
-        return _parts(raw, where), UNSET
+        return decode_parts(raw, where), UNSET
     if head == b"{":
         result = decode(raw, _McpResult, where)
         parts = tuple(_part(one, f"{where}.content[{i}]") for i, one in enumerate(result.content))
@@ -332,6 +333,8 @@ def _tool(raw: Raw, where: str) -> Tool | IgnoredTool:
         _check_depth(tool.parameters, f"{at}.parameters")
         return _named(tool, at)
     if head.type == "custom":
+        if head.name is None and isinstance(head.custom, Raw):
+            return _named(decode(head.custom, CustomTool, f"{where}.custom"), f"{where}.custom")
         return _named(decode(raw, CustomTool, where), where)
     if isinstance(head.type, str):
         return IgnoredTool(head.type[:64], head.name[:128] if isinstance(head.name, str) else None)
@@ -359,11 +362,12 @@ def tool_choice(value: Any) -> Literal["auto", "none"]:
         kind = value.get("type")
         if kind == "allowed_tools" and value.get("mode") == "auto":
             raise UnsupportedValue("'allowed_tools' is not supported; send only the allowed tools in `tools`", "tool_choice")
-        shown = kind[:64] if isinstance(kind, str) else _kind(kind)
+        shown = kind[:64] if isinstance(kind, str) else kind_of(kind)
         raise UnsupportedValue(f"a named choice ('{shown}') is not supported; accepted: auto, none", "tool_choice")
-    raise InvalidValue(f"Expected `str` or an object, got `{_kind(value)}`; accepted: auto, none", "tool_choice")
+    raise InvalidValue(f"Expected `str` or an object, got `{kind_of(value)}`; accepted: auto, none", "tool_choice")
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Name of a JSON value's type."""
     names = {type(None): "null", dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float"}
     return names.get(type(value), type(value).__name__)

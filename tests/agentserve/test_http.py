@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentserve.errors import TurnFailure
 from tests.fakes.canonical import check
 from tests.fakes.server import TOKEN, FakeServer, running, wait_for
 from tests.fakes.text import call
@@ -202,3 +203,25 @@ def test_a_head_without_end_is_hung_up_on(server: FakeServer) -> None:
                 accepted += 1
         assert accepted < 256
     assert httpx.get(f"{server.url}/healthz", headers={"X": "a" * 100_000}).status_code == 200
+
+
+def test_counting_is_what_a_turn_would_have(server: FakeServer, client: httpx.Client) -> None:
+    first = client.post("/v1/responses", json={"input": "one", "instructions": "i"}).json()
+    body = {"input": "two", "previous_response_id": first["id"]}
+    counted = client.post("/v1/responses/input_tokens", json=body).json()
+    assert len(server.worker.starts) == 1
+    second = client.post("/v1/responses", json=body).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": second["usage"]["input_tokens"]}
+    missing = client.post("/v1/responses/input_tokens", json={"input": "x", "previous_response_id": "resp_0"})
+    assert missing.json()["error"]["code"] == "previous_response_not_found"
+    server.text.fail = TurnFailure("context_length_exceeded", "too long", "input")
+    long = client.post("/v1/responses/input_tokens", json={"input": "x"})
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_stop_string_ends_the_text_and_is_named(server: FakeServer, client: httpx.Client) -> None:
+    server.worker.default = answer("one two three")
+    whole = client.post("/v1/responses", json={"input": "x", "stop": " two"}).json()
+    assert (whole["output"][0]["content"][0]["text"], whole["status"], whole["stop_sequence"]) == ("one", "completed", " two")
+    streamed = check(sse_events(client.post("/v1/responses", json={"input": "x", "stop": " two", "stream": True}).text))
+    assert streamed["output"][0]["content"][0]["text"] == "one"
