@@ -1,6 +1,6 @@
 """Replay recorded agent sessions: what is reused, what is prefilled beyond the ideal, what is written.
 
-    python -m benchmarks.traces [NAME ...] [--data DIR] [--sessions N] [--lanes 4] [--budgets 2+16 8+64 unlimited]
+    python -m benchmarks.traces [NAME ...] [--data DIR] [--sessions N] [--lanes 4] [--budgets 8+64 unlimited]
                                 [--plot FILE.png] [--record]
 
 NAME: coding_agent_blocks, airline_tool_calls, magagent, miniswe; all of them by default. `docs/traces.md` explains the figures.
@@ -26,7 +26,7 @@ from statecache.policy import Policy
 NAMES = (BLOCKS, AIRLINE, MAGAGENT, MINISWE)
 GIB = 1 << 30
 UNLIMITED = 1 << 50
-BUDGETS = ("4+32", "8+64", "16+128", "unlimited")
+BUDGETS = ("8+64", "16+128", "32+256", "unlimited")
 
 
 def budget(text: str) -> tuple[str, int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.traces.tiers import KV_BYTES
 from engine.errors import InvalidRequest, UnknownHold
 from engine.types import (
     CutReached,
@@ -27,7 +28,6 @@ from engine.types import (
     TokenEvent,
 )
 
-KV_BYTES = 8
 STATE = "digest"
 LAYOUT = StateLayout(KV_BYTES, (StateComponent(STATE, "uint8", (32,), 32),), 1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.traces.rates import KV_TOKEN_BYTES, MACHINES, STATE_BYTES
-from benchmarks.traces.tiers import Metered
+from benchmarks.traces.tiers import ScaledTier
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Tally:
             }
         return result
 
-    def written(self, tiers: Sequence[Metered]) -> dict[str, Any]:
+    def written(self, tiers: Sequence[ScaledTier]) -> dict[str, Any]:
         """Per tier: bytes written ÷ bytes of new KV, for extents and in all, and states per turn."""
         new_kv = self.fresh * KV_TOKEN_BYTES
         return {

@@ -12,8 +12,7 @@ KV_TOKEN_BYTES = 20_480
 """10 attention layers × 2 × 2 heads × 256 × 2 B."""
 STATE_BYTES = 64_382_566
 """61.4 MiB: 30 layers of a gated delta net with their convolution tails."""
-VOCABULARY = 248_320
-LOGITS_BYTES = 4 * VOCABULARY
+LOGITS_BYTES = 4 * 248_320
 
 
 @dataclass(frozen=True)

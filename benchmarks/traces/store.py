@@ -1,4 +1,4 @@
-"""Block ids against the real StateCache, over tiers that count bytes and keep none, sized like a 35B hybrid model."""
+"""Block ids against the real StateCache, over tiers that charge for the states of a 35B hybrid model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 from benchmarks.traces.alone import Paths
 from benchmarks.traces.data import BlockTurn, interleave
 from benchmarks.traces.figures import Tally
-from benchmarks.traces.rates import KV_TOKEN_BYTES, STATE_BYTES, VOCABULARY
-from benchmarks.traces.tiers import CountingTier, copy_wanted
+from benchmarks.traces.rates import STATE_BYTES
+from benchmarks.traces.tiers import KV_BYTES, SCALE, copy_wanted, tiers_of
 from statecache.boundary import prompt_cuts
 from statecache.index.radix import RadixIndex
 from statecache.policy import Policy, worth_disk
 from statecache.store import StateCache
-from statecache.tiers.disk import DiskTier
 from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Layout, Payload
 
-LAYOUT = Layout(KV_TOKEN_BYTES, (("recurrent", STATE_BYTES),), VOCABULARY)
+LAYOUT = Layout(KV_BYTES, (("recurrent", STATE_BYTES // SCALE),), 1)
 SALT = b"trace"
 SESSION_BLOCKS = 20_000
 """Block ids of a session are below this."""
@@ -33,9 +32,7 @@ def replay_blocks(
     What is generated is part of the next request's blocks and is not saved separately.
     """
     now = 0.0
-    tiers = [CountingTier(ram_bytes)]
-    if disk_bytes:
-        tiers.append(CountingTier(disk_bytes, name="disk", extent_blocks=DiskTier.extent_blocks))
+    tiers = tiers_of(ram_bytes, disk_bytes)
     cache = StateCache(
         b"trace",
         LAYOUT,
@@ -46,7 +43,7 @@ def replay_blocks(
         write_behind=len(tiers) > 1,
     )
     row = np.zeros((1, LAYOUT.kv_token_bytes), dtype=np.uint8)
-    state = {name: np.broadcast_to(np.zeros(1, np.uint8), (size,)) for name, size in LAYOUT.state}
+    state = {name: np.zeros(size, np.uint8) for name, size in LAYOUT.state}
     paths = [Paths() for _ in sessions]
     tally = Tally()
     for at, number, turn in interleave(sessions, lanes):

@@ -16,14 +16,13 @@ from agentserve.worker.state_bridge import StateBridge, namespace_of
 from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.traces.compose import Prompt
 from benchmarks.traces.data import interleave
-from benchmarks.traces.engine import KV_BYTES, RecordedEngine
+from benchmarks.traces.engine import RecordedEngine
 from benchmarks.traces.figures import Tally
 from benchmarks.traces.prefixes import Known
-from benchmarks.traces.tiers import ScaledTier, copy_wanted
+from benchmarks.traces.tiers import copy_wanted, tiers_of
 from statecache.index.radix import RadixIndex
 from statecache.policy import Policy
 from statecache.store import StateCache
-from statecache.tiers.disk import DiskTier
 
 SALT = b"trace"
 
@@ -40,9 +39,7 @@ def replay_prompts(
     vocabulary = 1 + max(int(prompt.ids.max()) for session in sessions for prompt in session)
     engine = RecordedEngine(max(vocabulary, 1 + max(first.markers.turn_end)), first.markers.turn_end)
     namespace, layout = namespace_of(engine.info, engine.layout)
-    tiers = [ScaledTier(ram_bytes, KV_BYTES)]
-    if disk_bytes:
-        tiers.append(ScaledTier(disk_bytes, KV_BYTES, name="disk", extent_blocks=DiskTier.extent_blocks))
+    tiers = tiers_of(ram_bytes, disk_bytes)
     cache = StateCache(
         namespace,
         layout,
