@@ -49,7 +49,8 @@ async def create_completion(request: Request, services: Services) -> Response:
     create, items = to_create(chat, services.config)
     with fields_named(FIELDS):
         turn = accept(create, request.state.principal, services.config, headers_of(request), websocket=False, items=items)
-    wire = ChatWire(include_usage=chat.stream_options is not None and chat.stream_options.include_usage)
+    include_usage = chat.stream_options is not None and chat.stream_options.include_usage
+    wire = ChatWire(chat.model, include_usage=include_usage)
     return await answer_turn(request, turn, services, wire)
 
 
@@ -117,10 +118,12 @@ def _format(kind: str, schema: dict[str, Any] | None) -> TextFormat:
 class ChatWire:
     """Implements http.Wire.
 
+    model: the name that the client used, None if it used none.
     include_usage: a last chunk with usage and no choices, as asked by `stream_options`.
     """
 
-    def __init__(self, *, include_usage: bool = False) -> None:
+    def __init__(self, model: str | None = None, *, include_usage: bool = False) -> None:
+        self._model = model
         self._include_usage = include_usage
         self._head: dict[str, Any] = {}
         self._calls = -1
@@ -140,7 +143,7 @@ class ChatWire:
                 self._calls += 1
                 return self._call(msgspec.structs.replace(_called(item), index=self._calls))
             case ev.Created():
-                self._head = _head(event.response)
+                self._head = self._start(event.response)
                 return self._chunk(Said(role="assistant", content="", refusal=None))
             case ev.InProgress() | ev.Queued():
                 return WAITING
@@ -163,10 +166,15 @@ class ChatWire:
             tool_calls=calls or UNSET,
         )
         choice = Choice(message=message, logprobs=Logprobs(content=marks) if marks else None, finish_reason=finish_reason(body))
-        return json_response(Completion(object="chat.completion", choices=(choice,), usage=_usage(body), **_head(body)))
+        return json_response(Completion(object="chat.completion", choices=(choice,), usage=_usage(body), **self._start(body)))
 
     def failed(self, error: ErrorDetail, status: int) -> Response:
         return json_response(ChatError(error), status)
+
+    def _start(self, body: ResponseBody) -> dict[str, Any]:
+        """What all chunks have in common. Under its id the same answer can be read at `/v1/responses/resp_…`."""
+        identity = "chatcmpl-" + body.id.removeprefix("resp_")
+        return {"id": identity, "created": body.created_at, "model": self._model or body.model}
 
     def _chunk(self, delta: Said, *, logprobs: Logprobs | None = None, finish: str | None = None) -> bytes:
         choice = Choice(delta=delta, logprobs=logprobs, finish_reason=finish)
@@ -196,11 +204,6 @@ def _called(item: FunctionCall | CustomToolCall) -> ToolCall:
         function = CalledFunction(name=item.name, arguments=item.arguments)
         return ToolCall(id=item.call_id, type="function", function=function)
     return ToolCall(id=item.call_id, type="custom", custom=CalledFunction(name=item.name, input=item.input))
-
-
-def _head(body: ResponseBody) -> dict[str, Any]:
-    """Under its id the same answer can be read at `/v1/responses/resp_…`."""
-    return {"id": "chatcmpl-" + body.id.removeprefix("resp_"), "created": body.created_at, "model": body.model}
 
 
 def _usage(body: ResponseBody) -> ChatUsage | None:

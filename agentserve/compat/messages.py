@@ -30,7 +30,7 @@ OUR_METADATA = ("agentserve.", "idempotency_key")
 async def create_message(request: Request, services: Services) -> Response:
     """`POST /v1/messages`."""
     turn = await _accept(request, services)
-    return await answer_turn(request, turn, services, MessagesWire())
+    return await answer_turn(request, turn, services, MessagesWire(turn.create.model))
 
 
 async def count_message_tokens(request: Request, services: Services) -> Response:
@@ -82,7 +82,14 @@ def _tool_choice(choice: ms.Choice | None) -> Any:
 
 
 class MessagesWire:
-    """Implements http.Wire. One content block per output item, in order."""
+    """Implements http.Wire. One content block per output item, in order.
+
+    model: the name that the client used, None if it used none. Under another name Claude Code takes the answer for another
+    model's, and leaves its thinking out of what it sends back.
+    """
+
+    def __init__(self, model: str | None = None) -> None:
+        self._model = model
 
     def event(self, event: ev.Event) -> bytes:
         match event:
@@ -101,7 +108,8 @@ class MessagesWire:
                     return sse(ms.BlockDelta(index=event.output_index, delta=signature)) + stop
                 return stop
             case ev.Created():
-                return sse(ms.MessageStart(ms.Answer(id=_id(event.response), model=event.response.model)))
+                model = self._model or event.response.model
+                return sse(ms.MessageStart(ms.Answer(id=_id(event.response), model=model)))
             case ev.InProgress() | ev.Queued():
                 return sse(ms.Ping())
             case ev.Completed() | ev.Incomplete():
@@ -117,7 +125,7 @@ class MessagesWire:
         reason, stopped = stop_reason(body)
         answer = ms.Answer(
             id=_id(body),
-            model=body.model,
+            model=self._model or body.model,
             content=[_block(item) for item in body.output],
             stop_reason=reason,
             stop_sequence=stopped,

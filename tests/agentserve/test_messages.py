@@ -148,6 +148,16 @@ def test_why_an_answer_ended(server: FakeServer, client: httpx.Client) -> None:
     assert client.post(PATH, json=HI).json()["stop_reason"] == "end_turn"
 
 
+def test_an_answer_is_from_the_model_that_was_asked() -> None:
+    with running(config_for_tests(model={"aliases": ("*",)})) as server:
+        asked = {**HI, "model": "claude-x"}
+        with httpx.Client(base_url=server.url, headers={"x-api-key": TOKEN}) as client:
+            assert client.post(PATH, json=asked).json()["model"] == "claude-x"
+            assert events(client.post(PATH, json={**asked, "stream": True}).text)[0]["message"]["model"] == "claude-x"
+            del asked["model"]
+            assert client.post(PATH, json=asked).json()["model"] == "fake"
+
+
 def test_how_tools_are_chosen(server: FakeServer, client: httpx.Client) -> None:
     server.worker.default = answer((*call("f", "{}"), *call("f", "{}")))
     one = client.post(PATH, json={**HI, "tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})

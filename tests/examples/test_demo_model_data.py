@@ -47,16 +47,11 @@ def test_right_answers_repeat_values_and_calls_fit_their_schema():
             assert all(value in turn.answer for value in turn.must)
             for step in turn.steps:
                 for call in step.calls:
-                    assert (
-                        schema_error({"name": call.tool.name, "arguments": call.arguments}, declarations)
-                        is None
-                    )
+                    assert schema_error({"name": call.tool.name, "arguments": call.arguments}, declarations) is None
 
 
 def test_tool_names_of_the_two_splits_do_not_meet():
-    names = [
-        {tool.name for seed in range(200) for tool in session(seed, held, 0).tools} for held in (False, True)
-    ]
+    names = [{tool.name for seed in range(200) for tool in session(seed, held, 0).tools} for held in (False, True)]
     assert not names[0] & names[1]
     assert all(not values.is_held_out(name) for name in names[0])
 
@@ -68,13 +63,8 @@ def messages_of(made) -> list[dict]:
             messages.append({"role": "system", "content": turn.note})
         messages.append({"role": "user", "content": turn.user})
         for step in turn.steps:
-            calls = [
-                {"type": "function", "function": {"name": c.tool.name, "arguments": c.arguments}}
-                for c in step.calls
-            ]
-            messages.append(
-                {"role": "assistant", "content": "", "reasoning_content": step.thinking, "tool_calls": calls}
-            )
+            calls = [{"type": "function", "function": {"name": c.tool.name, "arguments": c.arguments}} for c in step.calls]
+            messages.append({"role": "assistant", "content": "", "reasoning_content": step.thinking, "tool_calls": calls})
             messages += [{"role": "tool", "content": call.result} for call in step.calls]
         messages.append({"role": "assistant", "content": turn.answer, "reasoning_content": turn.thinking})
     return messages
@@ -106,9 +96,7 @@ def test_markers_are_single_tokens_and_never_come_from_content(encoder):
         assert encoder.special.decode(ids, skip_special_tokens=False) == f"a {marker} b"
 
 
-@pytest.mark.parametrize(
-    "value", ["Paris", "src/main_util.py", "東京 12", "naïve café", "ord_x71q", "127.0.0.1"]
-)
+@pytest.mark.parametrize("value", ["Paris", "src/main_util.py", "東京 12", "naïve café", "ord_x71q", "127.0.0.1"])
 def test_a_value_is_cut_the_same_way_everywhere(encoder, value):
     alone = encoder.plain.encode(value).ids
     for before, after in (("in ", "?"), ('{"city": "', '"}'), ("\n", "\n"), ("(", ")"), ("/", "/")):
@@ -161,17 +149,13 @@ def test_evaluation_gives_a_perfect_model_full_marks(encoder):
 
 
 def test_evaluation_sees_a_wrong_argument(encoder):
-    sessions = [
-        next(s for s in (session(seed, True, 1) for seed in range(50)) if s.turns[0].shape == "single")
-    ]
+    sessions = [next(s for s in (session(seed, True, 1) for seed in range(50)) if s.turns[0].shape == "single")]
     perfect = oracle(encoder, sessions)
 
     def spoiled(prompts):
         return [
             encoder.special.encode(
-                encoder.special.decode(ids, skip_special_tokens=False).replace(
-                    '"arguments": {"', '"arguments": {"x'
-                )
+                encoder.special.decode(ids, skip_special_tokens=False).replace('"arguments": {"', '"arguments": {"x')
             ).ids
             for ids in perfect(prompts)
         ]

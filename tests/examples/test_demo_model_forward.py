@@ -64,7 +64,5 @@ def test_scan_and_its_gradient_equal_the_plain_recurrence():
 
 def test_unit_inverse_and_its_gradient():
     lower = torch.randn(3, 8, 8, dtype=torch.float64).tril(-1).requires_grad_()
-    torch.testing.assert_close(
-        unit_inverse(lower) @ (torch.eye(8) + lower), torch.eye(8, dtype=torch.float64).expand(3, 8, 8)
-    )
+    torch.testing.assert_close(unit_inverse(lower) @ (torch.eye(8) + lower), torch.eye(8, dtype=torch.float64).expand(3, 8, 8))
     assert torch.autograd.gradcheck(lambda x: unit_inverse(x.tril(-1)), (lower,))
