@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from agentserve.cache_report import cache_report
 from agentserve.config import Config
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
 from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
-from agentserve.interfaces import DivergenceReport, Rendered, RenderRequest, Store, StoredResponse, Text, Worker
+from agentserve.interfaces import Rendered, RenderRequest, Store, StoredResponse, Text, Worker
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
-from agentserve.protocol.server_events import CheckpointUsed, DivergencePart
 from agentserve.replay import known_answer, replay
 from agentserve.request import Context, LocalResponses, TurnRequest, resolve
 from agentserve.session.divergence import Contexts
@@ -374,32 +373,6 @@ async def count_tokens(request: TurnRequest, services: Services) -> int:
     loop = asyncio.get_running_loop()
     rendered = await loop.run_in_executor(services.threads, services.text.render, render_request(request, context, services))
     return len(rendered.ids)
-
-
-def cache_report(
-    frame: Matched, rendered: Rendered, request: TurnRequest, report: DivergenceReport | None = None
-) -> dict[str, Any]:
-    """Fields of the cache report of one turn."""
-    divergence = None
-    if report is not None:
-        divergence = DivergencePart(
-            token_index=report.token_index,
-            item_index=report.item if report.item >= 0 else None,
-            cause=report.cause,
-            before=report.before,
-            after=report.after,
-        )
-    used = None
-    if frame.position > 0:
-        used = CheckpointUsed("" if frame.kind is None else frame.kind.value, frame.position)
-    return {
-        "prompt_tokens": len(rendered.ids),
-        "reused_tokens": frame.position,
-        "restored_from": frame.tier,
-        "checkpoint": used,
-        "divergence": divergence,
-        "ignored_tools": tuple(t.type if t.name is None else f"{t.type}:{t.name}" for t in request.ignored_tools),
-    }
 
 
 def _nothing(turn_id: str, prompt_tokens: int) -> TurnFinished:
