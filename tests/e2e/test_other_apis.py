@@ -56,6 +56,7 @@ def test_the_openai_chat_client_runs_a_tool_loop(server: PrivateServer, openai_c
     made: list[Any] = []
     for _ in range(2):
         asked: dict[str, Any] = {"model": "demo", "messages": messages, "tools": [WEATHER], "temperature": 0}
+        asked["extra_headers"] = {"session-id": f"chat-{city}"}  # others ask the server the same questions
         if streamed:
             with openai_client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
                 kinds = {event.type for event in stream}
@@ -82,6 +83,7 @@ def test_the_anthropic_client_streams_a_tool_loop(server: PrivateServer, anthrop
     city = "Lisbon" if thinking else "Berlin"
     tool = {"name": "get_weather", "description": DESCRIPTION, "input_schema": SCHEMA}
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 2048, "tools": [tool], "extra_body": GREEDY}
+    asked["extra_headers"] = {"x-claude-code-session-id": f"messages-{city}"}
     if thinking:
         asked["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     messages: list[Any] = [{"role": "user", "content": QUESTION.format(city)}]
