@@ -213,6 +213,7 @@ def test_a_client_that_goes_away_stops_its_turn(server: FakeServer, stream: bool
     short = httpx.Client(base_url=server.url, headers={"x-api-key": TOKEN}, timeout=0.5)
     with short, contextlib.suppress(httpx.ReadTimeout), short.stream("POST", PATH, json={**HI, "stream": stream}) as reply:
         next(reply.iter_bytes())
+        wait_for(lambda: server.worker.starts)
     wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
     wait_for(lambda: not server.services.active)
 

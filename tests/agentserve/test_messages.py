@@ -227,6 +227,7 @@ def test_a_client_that_goes_away_stops_its_turn(server: FakeServer, client: http
     server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
     with client.stream("POST", PATH, json={**HI, "stream": True}) as reply:
         next(reply.iter_bytes())
+        wait_for(lambda: server.worker.starts)
     wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
     wait_for(lambda: not server.services.active)
 
