@@ -27,9 +27,7 @@ def run(module: str, *arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("agentserve/demo_model"))
-    parser.add_argument(
-        "--work", type=Path, default=Path(".scratch/demo_model"), help="for weights in f32 and logs"
-    )
+    parser.add_argument("--work", type=Path, default=Path(".scratch/demo_model"), help="for weights in f32 and logs")
     parser.add_argument("--share", type=float, default=1.0, help="scale both training times")
     options = parser.parse_args()
     tokenizer.write(tokenizer.train(), options.out, Shape().positions)

@@ -106,15 +106,11 @@ def composed_kind(rng: Random, thing: str | None = None) -> Kind:
         )
     for key, names, maker, desc, say in chosen:
         optional = rng.random() < 0.22
-        args.append(
-            arg(key, names, maker, desc, mention=say.replace("{x}", "{%s}" % key) if optional else "")
-        )
+        args.append(arg(key, names, maker, desc, mention=say.replace("{x}", "{%s}" % key) if optional else ""))
         if not optional:
             spoken = pick(rng, names.split("|")).replace("_", " ")
             plainly = (
-                f"|with {spoken} {{x}}|, {spoken} {{x}}|, {spoken}: {{x}}|with the {spoken} {{x}}"
-                if rng.random() < 0.4
-                else ""
+                f"|with {spoken} {{x}}|, {spoken} {{x}}|, {spoken}: {{x}}|with the {spoken} {{x}}" if rng.random() < 0.4 else ""
             )
             said.append("[" + (say + plainly).replace("{x}", "{%s}" % key) + "]")
     tails = []
@@ -197,9 +193,7 @@ def _plain_fields(built: Kind) -> Kind:
 
     return replace(
         built,
-        out=tuple(
-            (key, tuple(n for n in names if not n.startswith("r_")), maker) for key, names, maker in built.out
-        ),
+        out=tuple((key, tuple(n for n in names if not n.startswith("r_")), maker) for key, names, maker in built.out),
     )
 
 

@@ -70,9 +70,7 @@ def _work(queue, tokenizer_json: str, seed: int, rows: int, length: int, pad: in
 class Feed:
     """Queues of batches, one for each row length, filled by worker processes."""
 
-    def __init__(
-        self, tokenizer_json: str, seed: int, tokens: int, workers: dict[int, int], pad: int
-    ) -> None:
+    def __init__(self, tokenizer_json: str, seed: int, tokens: int, workers: dict[int, int], pad: int) -> None:
         """tokens: of one batch. workers: row length -> number of processes."""
         context = mp.get_context("spawn")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -38,14 +38,10 @@ def _inverse_backward(ctx, grad: Tensor) -> Tensor:
     return -(transposed @ grad @ transposed)
 
 
-unit_inverse.register_autograd(
-    _inverse_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
-)
+unit_inverse.register_autograd(_inverse_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))
 
 
-def scan_plain(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, attn: Tensor, decay: Tensor, chunks: int
-) -> Tensor:
+def scan_plain(u: Tensor, w: Tensor, q: Tensor, k: Tensor, attn: Tensor, decay: Tensor, chunks: int) -> Tensor:
     """Reference of scan(), differentiable, chunk by chunk."""
     blocks = u.shape[0]
     u, w, q, k, attn, decay = (x.unflatten(0, (blocks // chunks, chunks)) for x in (u, w, q, k, attn, decay))
@@ -59,9 +55,7 @@ def scan_plain(
 
 
 @torch.library.custom_op("demo_model::scan", mutates_args=())
-def scan(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, attn: Tensor, decay: Tensor, chunks: int
-) -> tuple[Tensor, Tensor]:
+def scan(u: Tensor, w: Tensor, q: Tensor, k: Tensor, attn: Tensor, decay: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """Carry the state over the chunks of each row.
 
     u, w, q, k: [rows·chunks, heads, C, D] f32, already decayed.  attn: [.., C, C].  decay: [.., heads] per chunk.

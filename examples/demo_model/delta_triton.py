@@ -121,8 +121,6 @@ def scan_backward(grad, u, w, q, k, attn, decay, states, chunks: int):
     blocks, heads, size, dim = u.shape
     grads = [torch.empty_like(x) for x in (u, w, q, k, attn, decay)]
     grid = (blocks // chunks * heads,)
-    _backward_kernel[grid](
-        grad, u, w, q, k, attn, decay, states, *grads, chunks, heads, C=size, D=dim, num_warps=4
-    )
+    _backward_kernel[grid](grad, u, w, q, k, attn, decay, states, *grads, chunks, heads, C=size, D=dim, num_warps=4)
     du, dw, dq, dk, dattn, ddecay = grads
     return du, dw, dq, dk, dattn, ddecay

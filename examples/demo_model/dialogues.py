@@ -74,11 +74,7 @@ class Writer:
     def _tools(self, count: int | None) -> list[Tool]:
         rng = self.rng
         if count is None:
-            count = (
-                pick(rng, (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6))
-                if rng.random() < 0.96
-                else rng.randint(7, 10)
-            )
+            count = pick(rng, (0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6)) if rng.random() < 0.96 else rng.randint(7, 10)
         style, taken, tools = toolbox_style(rng), set(), []
 
         def add(kind: Kind) -> Tool:
@@ -161,9 +157,7 @@ class Writer:
         rng = self.rng
         r = rng.random()
         if r < self.paste:
-            text = special.filler(
-                rng, rng.randint(100, 900) if rng.random() < 0.8 else rng.randint(900, 3000)
-            )
+            text = special.filler(rng, rng.randint(100, 900) if rng.random() < 0.8 else rng.randint(900, 3000))
             joined = f"{text}\n\n{turn.user}" if rng.random() < 0.5 else f"{turn.user}\n\n{text}"
             return replace(turn, user=joined)
         if r > 0.985:
@@ -274,11 +268,7 @@ class Writer:
         if same and tool.kind.follow:
             key = tool.kind.follow
             calls = [self._without_optional(bind(tool, rng, self.held_out))]
-            others = {
-                k: v
-                for k, v in calls[0].slots.items()
-                if k in tool.params and k != key and k not in tool.optional
-            }
+            others = {k: v for k, v in calls[0].slots.items() if k in tool.params and k != key and k not in tool.optional}
             while len(calls) < count:
                 call = self._without_optional(bind(tool, rng, self.held_out, others))
                 if call.arguments not in [c.arguments for c in calls]:
@@ -310,10 +300,7 @@ class Writer:
             for item in chosen:
                 calls.append(self._bind(item))
             parts = [
-                self._request(c.tool.kind, c.slots, c.tool.kind.imp, c.tool.kind.ask, wrap=False).rstrip(
-                    "?. "
-                )
-                for c in calls
+                self._request(c.tool.kind, c.slots, c.tool.kind.imp, c.tool.kind.ask, wrap=False).rstrip("?. ") for c in calls
             ]
             joiner = pick(
                 rng,
@@ -378,9 +365,7 @@ class Writer:
         assert last is not None
         tool, key = last.tool, last.tool.kind.follow
         others = {
-            k: v
-            for k, v in last.slots.items()
-            if k in tool.params and k != key and k not in tool.optional and k != "+" + key
+            k: v for k, v in last.slots.items() if k in tool.params and k != key and k not in tool.optional and k != "+" + key
         }
         if tool.kind.key == "file_key" or any(isinstance(v, list) for v in last.arguments.values()):
             return self._single(fail=False)
@@ -413,9 +398,7 @@ class Writer:
         else:
             return self._talk()
         call = bind(make_tool(kind, rng, self.held_out, toolbox_style(rng), set()), rng, self.held_out)
-        user = self._request(
-            kind, {k: v for k, v in call.slots.items() if not k.startswith("+")}, kind.imp, kind.ask
-        )
+        user = self._request(kind, {k: v for k, v in call.slots.items() if not k.startswith("+")}, kind.imp, kind.ask)
         return Turn("cannot", user, (), "No tool fits.", expand(phrasing.CANNOT, rng))
 
     def _similar(self, kind: Kind) -> bool:

@@ -176,16 +176,12 @@ def _advance(play: Play, output: Output, counts: Counts) -> list[Piece] | None:
         play.step += 1
         results = []
         for call in output.calls:
-            known = next(
-                (w for w in want if w.tool.name == call["name"] and w.arguments == call["arguments"]), None
-            )
+            known = next((w for w in want if w.tool.name == call["name"] and w.arguments == call["arguments"]), None)
             results.append(known.result if known else "Error: unexpected call")
         return result_pieces(results)
     counts["turns"] += 1
     called = play.good and play.step >= len(turn.steps)
-    answered = (
-        called and output.ended and all(value.casefold() in output.text.casefold() for value in turn.must)
-    )
+    answered = called and output.ended and all(value.casefold() in output.text.casefold() for value in turn.must)
     if called and not answered:
         play.failures.append(
             {
@@ -219,9 +215,7 @@ def dialogues(count: int, turns: int, seed: int, shapes: Sequence[str] | None = 
     return made
 
 
-def transformers_backend(
-    folder: Path, encoder: Encoder, device: str = "cpu", batch: int = 24, limit: int = 400
-) -> Generate:
+def transformers_backend(folder: Path, encoder: Encoder, device: str = "cpu", batch: int = 24, limit: int = 400) -> Generate:
     """Greedy generation with transformers, in left-padded batches of similar length."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -33,9 +33,7 @@ def to_hf(params: Params, shape: Shape) -> dict[str, Tensor]:
         for name, target in EVERY.items():
             tensors[prefix + target] = params[name][i]
         if shape.is_attention(i):
-            tensors |= {
-                f"{prefix}self_attn.{target}": params[name][attention] for name, target in ATTENTION.items()
-            }
+            tensors |= {f"{prefix}self_attn.{target}": params[name][attention] for name, target in ATTENTION.items()}
             attention += 1
         else:
             for name, target in DELTA.items():
@@ -86,8 +84,7 @@ def save_weights(params: Params, shape: Shape, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous().clone()
-        for name, value in to_hf(params, shape).items()
+        name: value.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, value in to_hf(params, shape).items()
     }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 

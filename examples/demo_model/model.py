@@ -249,14 +249,10 @@ class Forward:
             if s.is_attention(i):
                 j = attention
                 attention += 1
-                q, k, v, gate = self._attention_pre(
-                    x, norm, *(layer[n][j] for n in ("q", "k", "v", "q_norm", "k_norm")), pos
-                )
+                q, k, v, gate = self._attention_pre(x, norm, *(layer[n][j] for n in ("q", "k", "v", "q_norm", "k_norm")), pos)
                 q, k, v = (t.reshape(rows, length, -1, s.head_dim).transpose(1, 2) for t in (q, k, v))
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                x = self._attention_post(
-                    x, out.transpose(1, 2).reshape(ids.shape[0], -1), gate, layer["o"][j]
-                )
+                x = self._attention_post(x, out.transpose(1, 2).reshape(ids.shape[0], -1), gate, layer["o"][j])
             else:
                 j = delta
                 delta += 1
@@ -269,9 +265,7 @@ class Forward:
             sums = [a + b / s.layers for a, b in zip(sums, extra, strict=True)]
         return x, sums
 
-    def loss(
-        self, params: Params, ids: Tensor, weights: Tensor, length: int, dtype: torch.dtype = torch.bfloat16
-    ):
+    def loss(self, params: Params, ids: Tensor, weights: Tensor, length: int, dtype: torch.dtype = torch.bfloat16):
         """Next-token loss. ids: [rows·length] int64.  weights: [N] f32, of each token as a target.
 
         Returns (cross-entropy, [balance, locality, repeated]).

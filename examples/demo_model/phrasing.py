@@ -13,9 +13,7 @@ QUESTION = {
     "should", "has", "was", "why", "am", "in", "have", "will", "whose", "until", "whom", "there's", "anything",
 }  # fmt: skip
 BEFORE_IMP = "[please|pls|kindly] |[can|could|would|will] you [please |] |[I|we] [need|want] you to |[I'd|I would] like you to |go ahead and |[help me|help us] |[let's|now|next,|then|ok,|okay,|alright,|first,] |[you should|you need to|try to|be so kind and|make sure to] |[my boss|my colleague|a friend|somebody|the client|{p}] [asked me|wants me|told me|needs me] to |I [have to|need to|must|want to|would like to] |[time to|it's time to] |I was [going|about] to ask you to |do me a favor and |could I [ask|get] you to |would it be possible to |any chance you could |[is it possible|are you able] to |"
-GREETING = (
-    "[hi|hello|hey|hey there|hi there|good morning|good evening|yo|greetings|dear assistant|hiya|morning]"
-)
+GREETING = "[hi|hello|hey|hey there|hi there|good morning|good evening|yo|greetings|dear assistant|hiya|morning]"
 AFTER = "[ please| for me| for me please| thanks| thank you| when you can| quickly| now| if you can| if possible| asap| right away| real quick| when you get a chance| would you| ok| cheers| if you don't mind| as soon as you can]"
 CONTEXT = (
     "[I'm|I am] [working on|busy with|looking into|thinking about|preparing] [something|the {n}|a {n}|my {n}|a report|the {a} {n}].|"
@@ -32,9 +30,7 @@ def wrap_imperative(text: str, rng: Random) -> str:
     """An imperative verb phrase as somebody would write it."""
     slots = {"p": values.first_name(rng), "n": pick(rng, values.NOUNS), "a": pick(rng, values.ADJ)}
     head = expand(BEFORE_IMP, rng, slots) if rng.random() < 0.5 else ""
-    question = head.startswith(
-        ("can", "could", "would", "will you", "any chance", "is it possible", "are you able")
-    )
+    question = head.startswith(("can", "could", "would", "will you", "any chance", "is it possible", "are you able"))
     tail = ""
     if rng.random() < 0.15:
         tail = expand(AFTER, rng)
@@ -170,7 +166,9 @@ TALK = [
     ("[what day is it|what's the date|what time is it][?|]", "I do not have a clock here.|I cannot see a clock, so I do not know."),
 ]  # fmt: skip
 NOTE = "[Reminder|Note|Info]: {s}.|{s}.|Be brief.|The context was edited.|[Tokens left|Budget]: a lot. {s}."
-CANNOT = "I have no tool for that.|I cannot do that with my tools.|Sorry, I have no tool for that.|None of my tools can do that."
+CANNOT = (
+    "I have no tool for that.|I cannot do that with my tools.|Sorry, I have no tool for that.|None of my tools can do that."
+)
 ABILITIES = "[what can you do|what are you able to do|how can you help me|what can you help me with|which tools do you have|what tools do you have|list your tools|what are your abilities|what do you do|what are you good at|show me what you can do|help me understand what you can do][?|]"
 
 

@@ -107,9 +107,7 @@ def session_pieces(session: Session, mode: str) -> list[Piece]:
     pieces = system_pieces(session.system, [tool.declaration for tool in session.tools])
     for index, turn in enumerate(session.turns):
         history = mode == "template" and index < len(session.turns) - 1
-        pieces += turn_pieces(
-            turn, "drop" if history else "empty" if mode == "empty" else "keep", learn=not history
-        )
+        pieces += turn_pieces(turn, "drop" if history else "empty" if mode == "empty" else "keep", learn=not history)
     return pieces
 
 

@@ -80,9 +80,9 @@ def spoken(text: str, rng: Random) -> str:
             a=parts[0], p=parts[2]
         )
     if len(parts) == 5 and parts[1] == parts[3] == "+" and r < 0.5:
-        return pick(
-            rng, ("the sum of {a}, {b} and {c}", "{a}, {b} and {c} together", "{a} plus {b} plus {c}")
-        ).format(a=parts[0], b=parts[2], c=parts[4])
+        return pick(rng, ("the sum of {a}, {b} and {c}", "{a}, {b} and {c} together", "{a} plus {b} plus {c}")).format(
+            a=parts[0], b=parts[2], c=parts[4]
+        )
     if r < 0.4 or "(" in text:
         return text
     if r < 0.52:
@@ -115,9 +115,9 @@ def settings_file(rng: Random, lines: int) -> tuple[str, str, str]:
     )
     keys: list[str] = []
     while len(keys) < lines:
-        key = pick(
-            rng, ("{a}_{b}", "{a}", "{a}", "{b}_{a}", "max_{a}", "{a}_port", "{a}_timeout", "{a}_url")
-        ).format(a=values.word(rng), b=pick(rng, values.NOUNS))
+        key = pick(rng, ("{a}_{b}", "{a}", "{a}", "{b}_{a}", "max_{a}", "{a}_port", "{a}_timeout", "{a}_url")).format(
+            a=values.word(rng), b=pick(rng, values.NOUNS)
+        )
         key = key.upper() if "export" in style or "const" in style else key
         if key not in keys:
             keys.append(key)
@@ -202,9 +202,7 @@ def shell_output(rng: Random, command: str) -> str:
 
 
 def log_line(rng: Random) -> str:
-    return pick(
-        rng, ("{l} {s}", "{t} {l} {s}", "[{l}] {w} {s}", "{w}: {s}", "{d} {t} {l}: {w} took {n} ms")
-    ).format(
+    return pick(rng, ("{l} {s}", "{t} {l} {s}", "[{l}] {w} {s}", "{w}: {s}", "{d} {t} {l}: {w} took {n} ms")).format(
         l=pick(rng, ("ERROR", "WARN", "INFO", "error", "warning", "FATAL")),
         s=values.sentence(rng),
         t=f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}:{rng.randint(0, 59):02d}",

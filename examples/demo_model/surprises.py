@@ -53,9 +53,7 @@ def _pairs(fields: dict[str, object], rng: Random) -> str:
     )
 
 
-def surprise(
-    rng: Random, held_out: bool, own: dict[str, object], as_json: bool
-) -> tuple[str, str, tuple[str, ...]]:
+def surprise(rng: Random, held_out: bool, own: dict[str, object], as_json: bool) -> tuple[str, str, tuple[str, ...]]:
     """(result, answer, values that the answer repeats). own: the fields that the kind would show."""
     lead = pick(rng, ("", "", "Here it is: ", "The result: ", "I found: ", "Done: ", "Ok: ", "I got this: "))
     r = rng.random()

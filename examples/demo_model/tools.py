@@ -113,9 +113,7 @@ def make_tool(kind: Kind, rng: Random, held_out: bool, style: dict, taken: set[s
     if r < 0.1:
         description = f"{pick(rng, ('Use this to', 'Tool to', 'Call this to', 'Helper to', 'Can'))} {description[0].lower() + description[1:]}"
     if r > 0.6:
-        description += pick(
-            rng, (".", ".", ".", ". Read only.", ". Fast.", ". Returns JSON.", ". Returns text.")
-        )
+        description += pick(rng, (".", ".", ".", ". Read only.", ". Fast.", ". Returns JSON.", ". Returns text."))
     if not opaque and rng.random() < 0.03:
         description = ""
     parameters: dict = {"type": "object", "properties": properties}
@@ -195,9 +193,7 @@ def bind(
     for item in tool.kind.args:
         if fixed and item.key in fixed:
             text = fixed[item.key]
-            value: object = (
-                int(text) if item.type == "integer" else float(text) if item.type == "number" else text
-            )
+            value: object = int(text) if item.type == "integer" else float(text) if item.type == "number" else text
         elif item.key in tool.optional:
             if rng.random() < 0.6:
                 continue
@@ -234,14 +230,8 @@ def bind(
             shown.append(slots["ask_value"] if maker == "kvfile" else slots[key])
     if "ask_value" not in slots and not keep and rng.random() < SURPRISE:
         shown_fields = {tool.fields[key]: value for key, value in fields.items()}
-        return Call(
-            tool, arguments, slots, *surprises.surprise(rng, held_out, shown_fields, tool.form == "json")
-        )
-    result = (
-        expand(tool.kind.text, rng, slots)
-        if tool.form == "text"
-        else _json_result(tool, fields, arguments, rng)
-    )
+        return Call(tool, arguments, slots, *surprises.surprise(rng, held_out, shown_fields, tool.form == "json"))
+    result = expand(tool.kind.text, rng, slots) if tool.form == "text" else _json_result(tool, fields, arguments, rng)
     say, must = "", ()
     for _ in range(6):
         say = answer(tool.kind, slots, rng)
@@ -323,9 +313,7 @@ def _failure(tool: Tool, rng: Random, slots: dict[str, str]) -> tuple[str, str]:
     if r < 0.4:
         return f"{pick(rng, ('Error', 'error', 'ERROR', 'Failed'))}: {reason}", reason
     if r < 0.85:
-        return json.dumps(
-            {pick(rng, ("error", "error", "message", "failure")): reason}, ensure_ascii=False
-        ), reason
+        return json.dumps({pick(rng, ("error", "error", "message", "failure")): reason}, ensure_ascii=False), reason
     return json.dumps({"ok": False, "error": reason}, ensure_ascii=False), reason
 
 

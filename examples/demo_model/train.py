@@ -73,9 +73,7 @@ def rate(progress: float, step: int, peak: float) -> float:
 
 
 @torch.no_grad()
-def teacher_forced(
-    params: Params, shape: Shape, encoder: Encoder, pad: int, length: int, batches: int
-) -> dict:
+def teacher_forced(params: Params, shape: Shape, encoder: Encoder, pad: int, length: int, batches: int) -> dict:
     """Held-out loss, token accuracy and share of tool calls predicted without a wrong token."""
     forward = Forward(shape)
     end, start = encoder.token("</tool_call>"), encoder.token("<tool_call>")
@@ -140,11 +138,7 @@ def main() -> None:
     shape = Shape()
     params = initial(shape, options.seed, "cuda")
     if options.start:
-        loaded = {
-            k: v
-            for part in sorted(options.start.glob("master-*.safetensors"))
-            for k, v in load_file(part).items()
-        }
+        loaded = {k: v for part in sorted(options.start.glob("master-*.safetensors")) for k, v in load_file(part).items()}
         params = {name: loaded[name].cuda().requires_grad_() for name in params}
     trainer = Trainer(params, shape, muon=not options.adamw)
     for length in LENGTHS:

@@ -111,9 +111,7 @@ DIRS = words(
     "src lib app docs tests data config scripts tools assets public server client core api models utils notes logs backup "
     "build dist examples internal shared web infra reports home var etc tmp projects packages services modules"
 )
-EXTS = words(
-    "py js ts rs go c cpp h md txt json yaml toml ini csv log sh html css sql xml cfg lock env java rb"
-)
+EXTS = words("py js ts rs go c cpp h md txt json yaml toml ini csv log sh html css sql xml cfg lock env java rb")
 TOPICS = [
     "machine learning", "climate change", "electric cars", "space travel", "renewable energy", "football", "the stock market",
     "quantum computing", "gardening", "coffee brewing", "ancient history", "jazz music", "remote work", "chess openings",
@@ -122,9 +120,7 @@ TOPICS = [
     "winter tires", "marathon training", "medieval castles", "bird migration", "wine regions", "vector databases",
     "retry policies", "unit testing", "container networking", "password hashing", "green tea", "sleep quality",
 ]  # fmt: skip
-DISHES = words(
-    "pasta sushi tacos curry ramen pizza burgers salad dumplings paella falafel pho steak noodles soup waffles"
-)
+DISHES = words("pasta sushi tacos curry ramen pizza burgers salad dumplings paella falafel pho steak noodles soup waffles")
 COMMANDS = [
     "ls -la", "pwd", "whoami", "uname -a", "df -h", "git status", "git log --oneline", "git diff", "make test", "make build",
     "npm test", "npm run build", "pytest -q", "cargo build", "cargo test", "go test ./...", "docker ps", "ps aux", "uptime",
@@ -158,9 +154,7 @@ def letters(rng: Random, low: int, high: int) -> str:
 
 
 def digits(rng: Random, low: int, high: int) -> str:
-    return pick(rng, "123456789") + "".join(
-        pick(rng, "0123456789") for _ in range(rng.randint(low, high) - 1)
-    )
+    return pick(rng, "123456789") + "".join(pick(rng, "0123456789") for _ in range(rng.randint(low, high) - 1))
 
 
 def alnum(rng: Random, low: int, high: int) -> str:
@@ -270,9 +264,7 @@ def filename(rng: Random) -> str:
 
 
 def folder(rng: Random) -> str:
-    parts = [
-        pick(rng, DIRS) if rng.random() < 0.65 else word(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))
-    ]
+    parts = [pick(rng, DIRS) if rng.random() < 0.65 else word(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))]
     r = rng.random()
     prefix = "" if r < 0.7 else "/" if r < 0.85 else "./" if r < 0.95 else "~/"
     return prefix + "/".join(parts) + ("/" if rng.random() < 0.1 else "")
@@ -321,9 +313,7 @@ def service(rng: Random) -> str:
     if rng.random() < 0.5:
         return pick(
             rng,
-            words(
-                "nginx redis postgres api web worker auth billing search gateway cache mailer frontend backend"
-            ),
+            words("nginx redis postgres api web worker auth billing search gateway cache mailer frontend backend"),
         )
     return slug(rng)
 
@@ -403,8 +393,7 @@ def plain(rng: Random, low: int = 2, high: int = 7) -> str:
     place = pick(rng, v.PLACE).format(t=pick(rng, v.THINGS))
     if r < 0.2:
         return " ".join(
-            pick(rng, pick(rng, (v.THINGS, v.THINGS, v.ACTIONS, v.QUALITIES, v.HOW)))
-            for _ in range(rng.randint(1, high))
+            pick(rng, pick(rng, (v.THINGS, v.THINGS, v.ACTIONS, v.QUALITIES, v.HOW))) for _ in range(rng.randint(1, high))
         )
     if r < 0.6:
         made = pick(
@@ -547,9 +536,7 @@ def snippet(rng: Random) -> str:
     if r < 0.4:
         return sentence(rng)
     if r < 0.48:
-        return f"{MAKERS['ip'](rng)} {slug(rng)}" + (
-            f"\n{MAKERS['ip'](rng)} {slug(rng)}" if rng.random() < 0.4 else ""
-        )
+        return f"{MAKERS['ip'](rng)} {slug(rng)}" + (f"\n{MAKERS['ip'](rng)} {slug(rng)}" if rng.random() < 0.4 else "")
     if r < 0.56:
         return "\n".join(sentence(rng) for _ in range(rng.randint(2, 4)))
     return pick(
