@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from random import Random
 
-from examples.demo_model import special, surprises, values
+from examples.demo_model import special, sums, surprises, texts, values
 from examples.demo_model.grammar import expand
 from examples.demo_model.kinds import Arg, Kind
 from examples.demo_model.values import is_held_out, pick
@@ -158,6 +158,8 @@ def _argument(item: Arg, rng: Random, held_out: bool) -> tuple[object, str]:
     if item.maker == "calc":
         value = special.expression(rng)
         return value, special.spoken(value, rng)
+    if item.maker == "wordcalc":
+        return sums.one_step(rng)
     if item.maker == "sqlq":
         value = special.sql(rng)
         return value, value
@@ -288,6 +290,18 @@ def _field(maker: str, rng: Random, held_out: bool, slots: dict, arguments: dict
         return content
     if maker == "files":
         return special.listing(rng)
+    if maker == "namelist":
+        return texts.names(rng, rng.choice((1, 2, 2, 3, 3, 4, 5)))
+    if maker == "longlist":
+        return texts.long_listing(rng, texts.names(rng, rng.choice((1, 1, 2, 2, 3, 4, 5))))
+    if maker == "hits":
+        return texts.hits(rng, slots["pattern"], slots["path"])
+    if maker == "under":
+        return f"{slots['path'].rstrip('/')}/{values.make('file', rng, held_out)}"
+    if maker == "orderrows":
+        return texts.order_rows(rng)
+    if maker == "cmdout":
+        return texts.output_of(rng, slots["command"])
     if maker == "pathof":
         return f"{values.folder(rng).rstrip('/')}/{slots['name']}"
     if maker == "shellout":

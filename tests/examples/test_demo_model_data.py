@@ -6,12 +6,15 @@ from random import Random
 
 import pytest
 
-from examples.demo_model import grammar, rows, tokenizer, values
+from examples.demo_model import grammar, rows, special, sums, tokenizer, values
 from examples.demo_model.dialogues import KINDS, Writer
 from examples.demo_model.evaluate import evaluate, parse, schema_error
+from examples.demo_model.everyday import Everyday, story
+from examples.demo_model.kinds_everyday import CHAINS, EVERYDAY, KITS
 
 MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
 SPECIAL_SLOTS = {"ask_key", "ask_value", "files_and"}
+KINDS_OF_BOTH = [*KINDS.values(), *EVERYDAY.values()]
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +29,12 @@ def session(seed: int, held_out: bool = False, turns: int = 4):
     return writer.session
 
 
-@pytest.mark.parametrize("key", sorted(KINDS))
-def test_every_phrase_of_a_kind_parses_and_uses_known_slots(key):
-    kind = KINDS[key]
-    known = {arg.key for arg in kind.args} | {field for field, _, _ in kind.out} | SPECIAL_SLOTS
+@pytest.mark.parametrize("kind", KINDS_OF_BOTH, ids=lambda kind: kind.key)
+def test_every_phrase_of_a_kind_parses_and_uses_known_slots(kind):
+    fields = {field for field, _, _ in kind.out}
+    known = {arg.key for arg in kind.args} | fields | {f"{field}_and" for field in fields} | SPECIAL_SLOTS
+    if kind.key == "reminder":
+        known.add("at")
     for phrase in (kind.names, kind.desc, kind.imp, kind.ask, kind.text, kind.say):
         assert grammar.slot_names(phrase) <= known
 
@@ -48,6 +53,47 @@ def test_right_answers_repeat_values_and_calls_fit_their_schema():
             for step in turn.steps:
                 for call in step.calls:
                     assert schema_error({"name": call.tool.name, "arguments": call.arguments}, declarations) is None
+
+
+def test_everyday_calls_fit_their_schema_and_take_every_value_from_what_was_said():
+    shapes = set()
+    for seed in range(200):
+        writer = Everyday(Random(seed), held_out=seed % 2 == 0)
+        declarations = [tool.declaration for tool in writer.session.tools]
+        for _ in range(4):
+            turn = writer.turn()
+            shapes.add((turn.shape, len(turn.steps)))
+            assert all(value in turn.answer for value in turn.must)
+            said = turn.user.lower()
+            for step in turn.steps:
+                for call in step.calls:
+                    made = {"name": call.tool.name, "arguments": call.arguments}
+                    assert schema_error(made, declarations) is None
+                    for value in call.arguments.values():
+                        free = call.tool.kind.key in ("calc", "read_text")  # worded; folder and name joined
+                        plain = str(value).lower().rstrip("?.! ")
+                        assert free or turn.shape == "follow" or plain in said or value is True
+                said += " ".join(call.result.lower() for call in step.calls)
+    assert {("single", 1), ("parallel", 1), ("chain", 2)} <= shapes
+
+
+def test_everyday_toolboxes_name_kinds_that_exist():
+    assert {key for kit in KITS for key in kit} <= EVERYDAY.keys()
+    for chain in CHAINS:
+        assert chain.field in {field for field, _, _ in EVERYDAY[chain.first].out}
+        assert chain.arg in {arg.key for arg in EVERYDAY[chain.second].args}
+
+
+def test_two_steps_of_arithmetic_build_on_each_other():
+    for seed in range(300):
+        first, second, request = sums.two_steps(Random(seed))
+        assert second.startswith(special.evaluate(first) + " ")
+        assert all(number in request for number in first.split()[::2])
+
+
+def test_a_story_keeps_the_request_whole():
+    for seed in range(200):
+        assert "the 7 pm train to Oslo" in story("look up the 7 pm train to Oslo", Random(seed), True)
 
 
 def test_tool_names_of_the_two_splits_do_not_meet():
