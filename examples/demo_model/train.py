@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ TOKENS = 32768  # of one step
 LENGTHS = {1024: 0.60, 2048: 0.26, 4096: 0.14}  # row length -> share of steps
 WORKERS = {1024: 8, 2048: 4, 4096: 3}
 BALANCE, LOCALITY = 1e-4, 2e-3
+SPLIT = {"gate_up", "embed"}  # of the f32 weights, into the first of two files
+EARLY = 0.85  # share of the time after which weights are saved once already
 
 
 class Trainer:
@@ -124,7 +127,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("agentserve/demo_model/tokenizer.json"))
     parser.add_argument("--start", type=Path, help="folder with master-*.safetensors to go on from")
     parser.add_argument("--seconds", type=float, default=420, help="training time, set-up not counted")
+    parser.add_argument("--until", type=float, help="end the training this long after the start, set-up counted")
     parser.add_argument("--peak", type=float, default=3e-3)
+    parser.add_argument("--everyday", type=float, default=0.0, help="share of sessions with everyday wording")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--adamw", action="store_true", help="AdamW for matrices too")
     parser.add_argument("--tests", type=int, default=6, help="held-out batches for each row length")
@@ -134,7 +139,7 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     encoder = Encoder(str(options.tokenizer))
     pad, stop = encoder.token("<|endoftext|>"), encoder.token("<|im_end|>")
-    feed = Feed(str(options.tokenizer), options.seed, TOKENS, WORKERS, pad)
+    feed = Feed(str(options.tokenizer), options.seed, TOKENS, WORKERS, pad, options.everyday)
     shape = Shape()
     params = initial(shape, options.seed, "cuda")
     if options.start:
@@ -146,16 +151,22 @@ def main() -> None:
         print(json.dumps({"recorded": length, "s": round(time.monotonic() - began, 1)}), flush=True)
     trainer.reset()
     torch.cuda.synchronize()
-    train(trainer, feed, options)
-    feed.close()
+    if options.until is not None:
+        options.seconds = min(options.seconds, options.until - (time.monotonic() - began))
     options.out.mkdir(parents=True, exist_ok=True)
-    save_weights(params, shape, options.out)
     save_config(shape, options.out, pad, stop)
-    names = list(params)
-    master = {name: p.detach().cpu() for name, p in params.items()}
-    split = ["gate_up", "embed"]
-    save_file({n: master[n] for n in names if n in split}, str(options.out / "master-0.safetensors"))
-    save_file({n: master[n] for n in names if n not in split}, str(options.out / "master-1.safetensors"))
+
+    def save() -> None:
+        save_weights(params, shape, options.out)
+        master = {name: p.detach().cpu() for name, p in params.items()}
+        for index, part in enumerate((SPLIT, params.keys() - SPLIT)):
+            path = options.out / f"master-{index}.safetensors"
+            save_file({name: master[name] for name in params if name in part}, str(path))
+
+    train(trainer, feed, options, save)
+    feed.close()
+    save()
+    print(json.dumps({"saved_s": round(time.monotonic() - began, 1)}), flush=True)
     if options.tests:
         for length in LENGTHS:
             print(
@@ -165,14 +176,18 @@ def main() -> None:
     print(json.dumps({"total_s": round(time.monotonic() - began, 1)}), flush=True)
 
 
-def train(trainer: Trainer, feed: Feed, options: argparse.Namespace) -> None:
+def train(trainer: Trainer, feed: Feed, options: argparse.Namespace, save: Callable[[], None]) -> None:
+    """Train for options.seconds; save once when most of it is over, in case the machine is taken away."""
     draw = random.Random(options.seed)
     lengths, shares = list(LENGTHS), list(LENGTHS.values())
     start = time.monotonic()
-    step, waited = 0, 0.0
+    step, waited, saved = 0, 0.0, False
     log = None
     while (elapsed := time.monotonic() - start) < options.seconds:
         progress = elapsed / options.seconds
+        if progress > EARLY and not saved:
+            saved = True
+            save()
         length = draw.choices(lengths, shares)[0]
         before = time.monotonic()
         ids, mask = feed.get(length)
