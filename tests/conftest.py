@@ -1,11 +1,13 @@
-"""Which tests run where. A test that cannot run says why; under AGENTSERVE_NO_SKIP=1 an unexpected skip is a failure."""
+"""Which tests run where. A test that cannot run says why; under TESTS_NO_SKIP=1 an unexpected skip is a failure."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 EXPECTED_SKIPS = ("needs a CUDA device", "needs the recorded traces", "needs the instruction set")
 """Reasons that are fine everywhere: hardware, and data that a public checkout does not have."""
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that is run in this process sets up logging for it; the next test must not find that."""
+    yield
+    from agentserve.logs import OneLine
+
+    root = logging.getLogger()
+    ours = [handler for handler in root.handlers if isinstance(handler.formatter, OneLine)]
+    if ours:
+        for handler in ours:
+            root.removeHandler(handler)
+        for name in ("", "agentserve", "engine", "statecache"):
+            logging.getLogger(name).setLevel(logging.WARNING if name == "" else logging.NOTSET)
 
 
 def _missing(marker: str) -> str | None:
@@ -43,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("AGENTSERVE_NO_SKIP") != "1" or exitstatus != 0 or reporter is None:
+    if os.environ.get("TESTS_NO_SKIP") != "1" or exitstatus != 0 or reporter is None:
         return
     unexpected = []
     for report in reporter.stats.get("skipped", []):
