@@ -115,8 +115,10 @@ def check_library(_: Config) -> Finding:
 
     from engine.kernels import native
 
-    logging.getLogger(native.__name__).setLevel(logging.ERROR)  # the reason is in the finding
+    log = logging.getLogger(native.__name__)
+    log.setLevel(logging.ERROR)  # the reason is in the finding
     library = native.load()
+    log.setLevel(logging.NOTSET)
     if library is None:
         hint = "The torch path works and is several times slower. Build the library: make setup (needs a C++ compiler)."
         return Finding("cpu library", "warn", native.reason() or "not found", hint)
