@@ -72,6 +72,16 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slow_s: Seconds = 30.0
 
 
+def _memory_share() -> int:
+    """An eighth of this machine's memory, at least 1 GiB, in bytes. A context whose state is larger than the memory tier is not
+    saved, so a fixed default would be too small for the models that large machines serve."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        memory = 0
+    return max(1 << 30, memory // 8)
+
+
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The served model.
 
@@ -91,7 +101,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dialect: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Meta(ge=0)] = 0
-    ram_cache_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    ram_cache_bytes: Annotated[int, Meta(ge=0)] = msgspec.field(default_factory=_memory_share)
     disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
     disk_bytes_per_hour: Annotated[int, Meta(ge=0)] = 0

@@ -26,7 +26,9 @@ def serve(
     database_url: options.DatabaseUrl = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for the model, 0 = all cores.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    cache_mb: Annotated[int | None, typer.Option("--cache-mb", help="Memory for saved states, in MiB. Default: 1024.")] = None,
+    cache_mb: Annotated[
+        int | None, typer.Option("--cache-mb", help="Memory for saved states, in MiB. Default: an eighth of it all.")
+    ] = None,
     disk_cache_mb: Annotated[
         int | None,
         typer.Option("--disk-cache-mb", help="Disk space for saved states, in MiB, 0 for none. Default: 8192."),
