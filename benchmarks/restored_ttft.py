@@ -4,7 +4,8 @@
 
 A real server with the embedded demo model, one WebSocket, nothing else running. Each pair asks the same turn twice: after
 its context was sent in an earlier turn (restored) and as one whole context that the server has never seen (cold: its first
-words are new). The figure is the ratio of each pair, by the time at which this client sees the first token event.
+words are new). The figure is the ratio of each pair, by the time at which this client sees the first token event. Before every
+timed turn there is a pause, as an agent's tool takes time: the server writes the states of the turn before to disk in it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=4096, help="tokens before the turn")
     parser.add_argument("--suffix", type=int, default=64, help="tokens of the turn itself")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds before each timed turn")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
     arguments = parser.parse_args()
@@ -71,8 +73,10 @@ def main() -> None:
                 history = [{"role": "user", "content": f"{pair} {rng.random()} " + words(rng, arguments.context)}]
                 question = [{"role": "user", "content": words(rng, arguments.suffix)}]
                 parent = list(socket.turn({"model": "demo", "input": history, "generate": False}))[-1]["response"]
+                time.sleep(arguments.pause)
                 warm, response = timed(socket, {"input": question, "previous_response_id": parent["id"]})
                 renamed = [{"role": "user", "content": f"{rng.random()} {history[0]['content']}"}]
+                time.sleep(arguments.pause)
                 cold, other = timed(socket, {"input": renamed + question})
                 if pair == 0:
                     continue  # warm-up
@@ -86,7 +90,7 @@ def main() -> None:
     report(
         "restored_ttft",
         "demo",
-        {"context_tokens": arguments.context, "suffix_tokens": arguments.suffix},
+        {"context_tokens": arguments.context, "suffix_tokens": arguments.suffix, "pause_s": arguments.pause},
         {
             "ratio": spread(ratios),
             "restored_s": spread(restored_s),
