@@ -60,13 +60,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=4096, help="tokens before the turn")
     parser.add_argument("--suffix", type=int, default=64, help="tokens of the turn itself")
+    parser.add_argument("--threads", type=int, default=1, help="of the model; 0 = all cores")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each timed turn")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
     arguments = parser.parse_args()
     rng = random.Random(1)
     ratios, restored_s, cold_s, reused, prompt = [], [], [], [], []
-    with tempfile.TemporaryDirectory() as scratch, private_server(Path(scratch)) as server:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        private_server(Path(scratch), flags=("--threads", str(arguments.threads))) as server,
+    ):
         server.start()
         with AgentSocket(server.target) as socket:
             for pair in range(arguments.pairs + 1):
@@ -90,7 +94,12 @@ def main() -> None:
     report(
         "restored_ttft",
         "demo",
-        {"context_tokens": arguments.context, "suffix_tokens": arguments.suffix, "pause_s": arguments.pause},
+        {
+            "context_tokens": arguments.context,
+            "suffix_tokens": arguments.suffix,
+            "pause_s": arguments.pause,
+            "threads": arguments.threads,
+        },
         {
             "ratio": spread(ratios),
             "restored_s": spread(restored_s),
