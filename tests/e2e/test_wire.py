@@ -107,7 +107,7 @@ def test_log_probabilities_belong_to_the_text(server: PrivateServer) -> None:
 
 def test_sigterm_lets_the_turn_end_and_closes_with_1012(own_server: PrivateServer) -> None:
     with socket_of(own_server) as socket:
-        socket.send(json.dumps({"type": "response.create", "input": "What can you do?", "temperature": 0}))
+        socket.send(json.dumps({"type": "response.create", "input": "Hello", "temperature": 0}))
         events = [json.loads(socket.recv(timeout=60))]
         os.kill(own_server.pid, signal.SIGTERM)
         while events[-1]["type"] not in ENDS:
