@@ -12,7 +12,7 @@ PYTHON=${PYTHON:-$(command -v python3)}
 TORCH=${TORCH:-torch==2.13.0}
 kept=${ROOT:-}
 root=${ROOT:-$(mktemp -d)}
-mkdir -p "$root"
+mkdir -p "$root" && chmod 755 "$root" # mktemp makes 0700: user 10001 must be able to walk through its own /
 work=$(mktemp -d)
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 trap 'status=$?; [ -n "${server:-}" ] && kill "$server" 2>/dev/null; wait 2>/dev/null || true
