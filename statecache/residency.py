@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from statecache.blocks import Block, Draft
+from statecache.blocks import Block
 from statecache.checkpoint import CheckpointInfo, Path, Record
 from statecache.errors import SegmentBad, TierError, TierFull
 from statecache.eviction import Candidate, eviction_order
@@ -22,20 +21,11 @@ from statecache.types import BLOCK_TOKENS, Payload, TierName
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Copy:
-    """A checkpoint on its way down. payload: views of the upper shelf's bytes, good while the record is in use."""
-
-    record: Record
-    draft: Draft
-    payload: Payload
-
-
 class Residency:
     """Committed records and their places. shelves: fastest first; a victim moves to the next, out of the last it is gone.
 
-    write_behind: victims are not moved, and new checkpoints go to the first shelf or nowhere, because only whoever takes copies
-    one by one (begin_copy … end_copy) writes below it. Victims that still wait for that are taken last.
+    write_behind: victims are not moved, and new checkpoints go to the first shelf or nowhere, because only copies.py
+    writes below it. Victims that still wait for that are taken last.
     """
 
     def __init__(
@@ -152,72 +142,6 @@ class Residency:
             self._evict_from(shelf, self.records[checkpoint_id])
         if tier.used_bytes + needed > tier.budget_bytes:
             raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
-
-    # ── copying down ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def want(self, checkpoint_ids: Iterable[str]) -> None:
-        """Let these be copied to the next shelf, in this order after those that wait already."""
-        if len(self.shelves) < 2:
-            return
-        for checkpoint_id in checkpoint_ids:
-            if checkpoint_id in self.shelves[0].holdings and not self._is_below(checkpoint_id):
-                self.waiting.setdefault(checkpoint_id)
-
-    def want_all(self) -> None:
-        """Everything that only the first shelf has, most recently used first."""
-        upper = [self.records[i] for i in self.shelves[0].holdings]
-        self.want(r.id for r in sorted(upper, key=lambda r: (r.used_at, r.position), reverse=True))
-
-    def begin_copy(self) -> Copy | None:
-        """Take the next that waits and make room for it; None when none is left. Ends with end_copy().
-
-        Raises TierError when it has to be given up; then it does not wait any more.
-        """
-        while self.waiting:
-            record = self.records.get(self.waiting.popitem(last=False)[0])
-            if record is None or record.id not in self.shelves[0].holdings:
-                continue
-            upper, lower = self.shelves[0], self.shelves[1]
-            path = upper.path(record)
-            record.in_use += 1
-            try:
-                tail, stored = lower.stored_blocks(path, self.known_block(lower, path))
-                if record.id in lower.holdings and not self._lacks_logits(record, lower):
-                    record.in_use -= 1
-                    continue
-                payload = upper.read(record, path, first_block=stored)
-                lower.hold(tail)
-                try:
-                    self.make_room(lower, lower.cost(record, path, stored, payload))
-                    return Copy(record, lower.draft(record, path, tail), payload)
-                finally:
-                    lower.drop(tail)
-            except SegmentBad as error:
-                record.in_use -= 1
-                self.quarantine(upper, error)
-            except TierError:
-                record.in_use -= 1
-                lower.refused += 1
-                raise
-        return None
-
-    def end_copy(self, copy: Copy, *, stored: bool) -> int:
-        """stored: whether Shelf.store() succeeded. Returns bytes charged."""
-        copy.record.in_use -= 1
-        lower = self.shelves[1]
-        if not stored:
-            lower.abandon(copy.draft)
-            lower.refused += 1
-            return 0
-        return lower.adopt(copy.draft)
-
-    def _is_below(self, checkpoint_id: str) -> bool:
-        record, lower = self.records[checkpoint_id], self.shelves[1]
-        return checkpoint_id in lower.holdings and not self._lacks_logits(record, lower)
-
-    def _lacks_logits(self, record: Record, lower: Shelf) -> bool:
-        upper = self.shelves[0].holdings.get(record.id)
-        return upper is not None and upper.logits_key is not None and lower.holdings[record.id].logits_key is None
 
     # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────
 

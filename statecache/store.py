@@ -1,5 +1,5 @@
-"""StateCache: match, read, put, evict. The one place that decides; bytes are in shelf.py and tiers/, records in residency.py,
-worth in eviction.py.
+"""StateCache: match, read, put, evict. The one place that decides; answers are in lookup.py, bytes in shelf.py and tiers/,
+records in residency.py, worth in eviction.py.
 
 Threads: every method may be called from any thread; one lock guards the records. `Match.read` copies outside of it, safe
 because a matched record is in use and segments never change. put() holds the lock while it copies, so a match waits for at
@@ -17,16 +17,18 @@ from contextlib import nullcontext
 import numpy as np
 
 from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats, validate
-from statecache.errors import Collision, PayloadMismatch, SegmentBad, TierError, TierFailed
+from statecache.copies import Copies
+from statecache.errors import Collision, PayloadMismatch, TierError, TierFailed
 from statecache.index.base import Index, Walk
 from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes, xxh3_128
+from statecache.lookup import Lookup
 from statecache.match import Match
 from statecache.policy import Policy, better_kind
 from statecache.recover import Known, Progress, recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.tiers.base import Tier
-from statecache.types import BLOCK_TOKENS, Boundary, Divergence, Layout, Payload, TierName
+from statecache.types import BLOCK_TOKENS, Boundary, Layout, Payload, TierName
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,9 @@ class StateCache:
         self._uses_told = clock()
         shelves = [Shelf(tier, layout) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
-        self._matches = self._misses = self._matched_tokens = self._asked_tokens = self._collisions = 0
+        self._copies = Copies(self._kept)
+        self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
+        self._collisions = 0
 
     # ── match ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,27 +82,11 @@ class StateCache:
         limit: deepest position allowed. The whole context counts only when its logits were saved, else at most n − 1.
         session: is listed as a user of the checkpoint; never part of the match.
         """
-        ids = token_bytes(tokens)
-        count = len(ids) // 4
-        with self._lock:
-            walk = self._index.walk(salt, ids)
-            record, evicted_at = self._deepest(walk, count, count if limit is None else limit)
-            match = Match(self, ids, salt, session, self._divergence(walk, ids, salt, record, evicted_at))
-            self._matches += 1
-            self._asked_tokens += count
-            if record is None:
-                self._misses += 1
-            else:
-                self._attach(match, record)
-                self._matched_tokens += record.position
-            return match
+        return self._lookup.match(tokens, salt, limit, session)
 
     def depth(self, tokens: np.ndarray, salt: bytes) -> int:
         """The position that match() would find now; counts nothing and pins nothing."""
-        ids = token_bytes(tokens)
-        with self._lock:
-            record, _ = self._deepest(self._index.walk(salt, ids), len(ids) // 4, len(ids) // 4)
-            return record.position if record is not None else 0
+        return self._lookup.depth(tokens, salt)
 
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int:
         """First token, block aligned and ≤ position, whose KV rows a put() at `position` must bring along."""
@@ -199,10 +187,10 @@ class StateCache:
             return CacheStats(
                 tiers,
                 len(self._kept.records),
-                self._matches,
-                self._misses,
-                self._matched_tokens,
-                self._asked_tokens,
+                self._lookup.matches,
+                self._lookup.misses,
+                self._lookup.matched_tokens,
+                self._lookup.asked_tokens,
                 self._collisions,
                 self._index.tokens,
                 len(self._index),
@@ -245,12 +233,12 @@ class StateCache:
     def want(self, checkpoint_ids: Iterable[str]) -> None:
         """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored."""
         with self._lock:
-            self._kept.want(checkpoint_ids)
+            self._copies.want(checkpoint_ids)
 
     def want_all(self) -> None:
         """Everything that only the first tier has, newest first."""
         with self._lock:
-            self._kept.want_all()
+            self._copies.want_all()
 
     def copy_one(self) -> int | None:
         """Bring the next wanted checkpoint to the second tier: bytes written, None when none is wanted any more.
@@ -260,7 +248,7 @@ class StateCache:
         """
         with self._copying, self._lock if not self._write_behind else nullcontext():
             with self._lock:
-                copy = self._kept.begin_copy()
+                copy = self._copies.begin()
             if copy is None:
                 return None
             stored = False
@@ -273,7 +261,7 @@ class StateCache:
                 raise
             finally:
                 with self._lock:
-                    written = self._kept.end_copy(copy, stored=stored)
+                    written = self._copies.end(copy, stored=stored)
             return written
 
     def write_back(self, max_bytes: int = 1 << 62) -> int:
@@ -295,88 +283,6 @@ class StateCache:
                 break
             written += count
         return written
-
-    # ── matching, inside ─────────────────────────────────────────────────────────────────────────────────────────
-
-    def _deepest(self, walk: Walk, count: int, limit: int) -> tuple[Record | None, int]:
-        """(record, position of the deepest evicted checkpoint beyond it or 0)."""
-        evicted_at = 0
-        for position, mark in walk.marks(limit):
-            record = self._kept.records.get(mark)
-            if record is None:
-                evicted_at = max(evicted_at, position if position < count else 0)
-                continue
-            if position == count and not self._kept.has_logits(record):
-                continue
-            return record, evicted_at
-        return None, evicted_at
-
-    def _divergence(self, walk: Walk, ids: bytes, salt: bytes, record: Record | None, evicted_at: int) -> Divergence:
-        depth = walk.depth
-        if record is None and self.policy.tell_other_salts:
-            for other in self._index.agrees_elsewhere(salt, ids):
-                if other.depth > depth and any(mark in self._kept.records for _, mark in other.marks(other.depth)):
-                    return Divergence(depth, "salt")
-        if depth == 0:
-            return Divergence(0, "cold")
-        if evicted_at > (record.position if record else 0):
-            return Divergence(depth, "evicted")
-        if depth == len(ids) // 4 or walk.tip:
-            return Divergence(depth, "none")
-        return Divergence(depth, "tokens")
-
-    def _attach(self, match: Match, record: Record) -> None:
-        shelf = self._kept.shelf_of(record)
-        assert shelf is not None
-        record.in_use += 1
-        record.hits += 1
-        record.used_at = self._clock()
-        shelf.hits += 1
-        self._kept.join(record, match.session)
-        match.record = record
-        match.position = record.position
-        match.checkpoint_id = record.id
-        match.kind = record.kind
-        match.tier = shelf.tier.name
-        match.nbytes = shelf.context_bytes(record.position)
-
-    def release_match(self, match: Match) -> None:
-        """See Match.release."""
-        with self._lock:
-            if match.record is not None:
-                match.record.in_use -= 1
-                match.record = None
-
-    def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload:
-        """See Match.read."""
-        while True:
-            record = match.record
-            if record is None:
-                if match.position:
-                    raise RuntimeError("read() of a released match")
-                return Payload(0, (), {}, None)
-            with self._lock:
-                shelf = self._kept.shelf_of(record)
-                ids = match.ids[: 4 * record.position]
-                path = Path(self.namespace, match.salt, ids, b"")
-            if shelf is None:  # it was bad in every tier
-                with self._lock:
-                    self._fall_back(match, record)
-                continue
-            try:
-                return shelf.read(record, path, kv_out)
-            except SegmentBad as error:
-                with self._lock:
-                    self._kept.quarantine(shelf, error)
-
-    def _fall_back(self, match: Match, record: Record) -> None:
-        self.release_match(match)
-        match.position = match.nbytes = 0
-        match.checkpoint_id = match.kind = match.tier = None
-        walk = self._index.walk(match.salt, match.ids)
-        shorter, _ = self._deepest(walk, len(match.ids) // 4, record.position - 1)
-        if shorter is not None:
-            self._attach(match, shorter)
 
     # ── placing, inside ──────────────────────────────────────────────────────────────────────────────────────────
 
