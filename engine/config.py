@@ -53,6 +53,7 @@ class EngineConfig:
     page_size: token positions per KV page.
     chunk_tokens: prefill chunks end at multiples of this, counted from position 0 whatever was restored.
     step_tokens: tokens per step, decode rows first; a step that has prefill takes at least one chunk. "auto" = chunk_tokens.
+    restore_bytes: of saved states, how many one step copies back into the pools at most; the rest follows in the next steps.
     max_rows: requests that run at once.
     max_context: tokens of prompt and output together; "auto" = the model's, if the pages allow it.
     memory_bytes: for KV pages and recurrent rows; "auto" = a quarter of what is available.
@@ -70,6 +71,7 @@ class EngineConfig:
     page_size: int = 64
     chunk_tokens: int = 512
     step_tokens: int | Auto = "auto"
+    restore_bytes: int = 32 << 20
     max_rows: int = 16
     max_context: int | Auto = "auto"
     memory_bytes: int | Auto = "auto"
@@ -80,7 +82,7 @@ class EngineConfig:
     poison_freed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "chunk_tokens", "max_rows"):
+        for name in ("page_size", "chunk_tokens", "restore_bytes", "max_rows"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "an integer ≥ 1")
         for name in ("threads", "step_tokens", "max_context", "memory_bytes", "kv_tokens", "slots"):

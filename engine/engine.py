@@ -79,7 +79,11 @@ class Engine:
             poison=config.poison_freed,
         )
         self.scheduler = Scheduler(
-            self.store, max_rows=config.max_rows, chunk_tokens=config.chunk_tokens, step_tokens=int(config.step_tokens)
+            self.store,
+            max_rows=config.max_rows,
+            chunk_tokens=config.chunk_tokens,
+            step_tokens=int(config.step_tokens),
+            restore_bytes=config.restore_bytes,
         )
         self.layout: StateLayout = self.store.layout
         self.info = ModelInfo(
@@ -278,8 +282,6 @@ class Engine:
         for index, (part, good) in enumerate(zip(slices, finite_rows(logits), strict=True)):
             seq = part.seq
             if not good:
-                for _, row in part.cuts:
-                    self.store.release_row(row)
                 error = f"NaN or infinity in the logits after position {part.end}"
                 self._finish(seq, "error", events, error=error)
                 continue
@@ -335,10 +337,11 @@ class Engine:
     def _hold(
         self, seq: Running, row: int, logits: torch.Tensor | None, events: list[EngineEvent], position: int | None = None
     ) -> None:
-        """Publish the state at position (default: where seq is); the hold takes over `row`."""
+        """Publish the state at position (default: where seq is); the hold takes over `row`, one of seq's."""
         position = seq.computed if position is None else position
         assert seq.table is not None
         hold = self.store.hold(seq.table, position, row, seq.tokens, logits)
+        seq.give_up_row(row)
         seq.held_at = position
         events.append(CutReached(seq.id, position, hold))
 
@@ -354,16 +357,13 @@ class Engine:
     ) -> None:
         """The end of a request. hold: keep its state first, unless a cut just kept the same position."""
         if hold and seq.table is not None and seq.computed > seq.held_at:
-            row, seq.row = seq.row, NO_ROW
-            self._hold(seq, row, None if logits is None else logits.clone(), events)
+            self._hold(seq, seq.row, None if logits is None else logits.clone(), events)
         self.scheduler.retire(seq)
         del self._requests[seq.id]
         events.append(Finished(seq.id, reason, seq.prompt_length, seq.output_length, error))
 
     def _abandon(self, slices: list[Slice]) -> None:
         for part in slices:
-            for _, row in part.cuts:
-                self.store.release_row(row)
             self._spoil(part.seq, "the forward pass failed")
 
     @contextlib.contextmanager
@@ -419,7 +419,9 @@ class Engine:
         """Assert that every page and row is free, held or running, exactly as counted. For tests, after any call."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         pins = [seq.restore for seq in waiting if isinstance(seq.restore, Held)]
-        self.store.check([seq.table for seq in running if seq.table is not None], [seq.row for seq in running], pins)
+        rows = [row for seq in running for row in (seq.row, *seq.cut_rows)]
+        self.store.check([seq.table for seq in running if seq.table is not None], rows, pins)
         assert {seq.id for seq in (*running, *waiting)} == set(self._requests)
         assert all(seq.table is not None for seq in running)
-        assert all(seq.table is None and seq.row == NO_ROW for seq in waiting)
+        assert all(seq.table is None and seq.row == NO_ROW and not seq.cut_rows for seq in waiting)
+        assert all(seq.failed is not None or not seq.cut_rows for seq in running)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
@@ -56,9 +54,7 @@ class RecurrentPools:
         """A copy of one row: component name → uint8 [nbytes]."""
         return {name: pool[row].clone().view(-1).view(torch.uint8).numpy() for name, pool in self._named.items()}
 
-    def write(self, row: int, state: Mapping[str, np.ndarray]) -> None:
-        """Inverse of read. The caller has checked names and sizes."""
-        for name, pool in self._named.items():
-            source = state[name]
-            flat = torch.from_numpy(source if source.flags.writeable else source.copy())
-            pool[row].view(-1).view(torch.uint8).copy_(flat)
+    def write(self, row: int, name: str, source: np.ndarray) -> None:
+        """Put one component (uint8 [nbytes], as read() gives it) into a row. The caller has checked name and size."""
+        flat = torch.from_numpy(source if source.flags.writeable else source.copy())
+        self._named[name][row].view(-1).view(torch.uint8).copy_(flat)

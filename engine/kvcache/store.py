@@ -1,4 +1,4 @@
-"""Who owns which page and row: tables of running requests, holds, copies to and from the host.
+"""Who owns which page and row: tables of running requests, holds, copies to the host. For the way back see loading.py.
 
 Sharing rule. A page has one writer, the request that took it, and that request only appends. A hold at a position inside a
 page shares the page with its writer: it reads rows before its position, the writer goes on behind them, so nothing is
@@ -12,7 +12,6 @@ copied, or handed over when its owner ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +26,6 @@ from engine.models.base import ModelSpec
 from engine.types import HoldId, KvRun, StateLayout, StateSnapshot
 
 NO_ROW = -1
-_JOIN_BYTES = 32 << 20
-"""Short runs are joined up to this much before they are written: a saved context comes in pieces of 64 tokens."""
 
 
 @dataclass(slots=True)
@@ -109,7 +106,11 @@ class StateStore:
         """A fresh row with the content of source. Raises OutOfRows."""
         row = self.take_row()
         if row != NO_ROW:
-            self.states.copy(source, row)
+            try:
+                self.states.copy(source, row)
+            except BaseException:
+                self.release_row(row)
+                raise
         return row
 
     def release_row(self, row: int) -> None:
@@ -168,7 +169,7 @@ class StateStore:
             self.rows.release(np.array([held.row], dtype=np.int32))
         return PageTable(held.pages, borrowed_tail=held.position % self.page_size != 0), row
 
-    # ── to and from the host ────────────────────────────────────────────────────────────────────────────────────
+    # ── to the host ────────────────────────────────────────────────────────────────────────────────────
 
     def export(self, held: Held, kv_start: int = 0) -> StateSnapshot:
         """A copy on the host: KV rows from kv_start, the recurrent components, logits if held."""
@@ -177,41 +178,9 @@ class StateStore:
         logits = None if held.logits is None else held.logits.numpy().copy()
         return StateSnapshot(held.position, kv, state, logits)
 
-    def load(self, snapshot: StateSnapshot) -> tuple[PageTable, int]:
-        """Fresh pages and a fresh row with a snapshot's content, already checked. Raises OutOfPages or OutOfRows."""
-        row = self.take_row()
-        try:
-            table = PageTable(self.pages.take(-(-snapshot.position // self.page_size)))
-        except OutOfPages:
-            self.release_row(row)
-            raise
-        for start, rows in _joined(snapshot.kv):
-            self.kv.write(table.pages, start, rows)
-        if row != NO_ROW:
-            self.states.write(row, snapshot.state)
-        return table, row
-
     def check(self, tables: list[PageTable], rows: list[int], pins: list[Held]) -> None:
         """Assert that free + held + running = total and that every reference count is explained. For tests."""
         held = [*self.holds.values(), *pins]
         self.pages.check([*(t.pages for t in tables), *(h.pages for h in held)])
         used = [r for r in (*rows, *(h.row for h in held)) if r != NO_ROW]
         self.rows.check([np.array([r], dtype=np.int32) for r in used])
-
-
-def _joined(runs: tuple[KvRun, ...]) -> Iterator[tuple[int, np.ndarray]]:
-    """(first position, rows) of neighbouring runs put together, at most about _JOIN_BYTES at a time."""
-    batch: list[KvRun] = []
-    size = 0
-    for run in runs:
-        if batch and size + run.rows.nbytes > _JOIN_BYTES:
-            yield batch[0].start, _concatenate(batch)
-            batch, size = [], 0
-        batch.append(run)
-        size += run.rows.nbytes
-    if batch:
-        yield batch[0].start, _concatenate(batch)
-
-
-def _concatenate(runs: list[KvRun]) -> np.ndarray:
-    return runs[0].rows if len(runs) == 1 else np.concatenate([run.rows for run in runs])

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.errors import OutOfPages, OutOfRows
+from engine.kvcache.loading import Loading
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
 from engine.scheduler.prefill import choose_slices, next_edge
@@ -46,11 +47,14 @@ class Scheduler:
     starved: requests that cannot go on although nothing else runs and reclaim gave nothing; the engine fails them.
     """
 
-    def __init__(self, store: StateStore, *, max_rows: int, chunk_tokens: int, step_tokens: int) -> None:
+    def __init__(
+        self, store: StateStore, *, max_rows: int, chunk_tokens: int, step_tokens: int, restore_bytes: int = 32 << 20
+    ) -> None:
         self.store = store
         self.max_rows = max_rows
         self.chunk_tokens = chunk_tokens
         self.step_tokens = step_tokens
+        self.restore_bytes = restore_bytes
         self.reclaim: Callable[[int], int] | None = None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -63,19 +67,21 @@ class Scheduler:
     # ── a step, in two halves ───────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Give decoding requests their next page, then admit from the queue."""
+        """Give decoding requests their next page, admit from the queue, copy a piece of what is restored."""
         for seq in tuple(self.running):
             # An earlier, older request may have sent this one to the host.
             if seq.table is not None and seq.decoding and seq.computed < seq.length:
                 self._grow(seq)
         while self.waiting and len(self.running) < self.max_rows and self._admit(self.waiting[0]):
-            self.running.append(self.waiting.popleft())
+            pass
+        self._load()
         self._ready = [seq for seq in self.running if seq.decoding and seq.computed < seq.length]
 
     def slices(self) -> list[Slice]:
         """What this step runs: every decoding request, then prefill chunks by turns within the token budget."""
         chosen = [Slice(seq, seq.computed, seq.computed + 1, self._cut_rows(seq, seq.computed + 1)) for seq in self._ready]
-        turn = sorted((seq for seq in self.running if not seq.decoding), key=lambda seq: (seq.served, seq.order))
+        prefilling = (seq for seq in self.running if not seq.decoding and seq.loading is None)
+        turn = sorted(prefilling, key=lambda seq: (seq.served, seq.order))
         if turn:
             ends = [next_edge(seq.computed, seq.prompt_length, self.chunk_tokens, seq.edges) for seq in turn]
             lengths = [end - seq.computed for seq, end in zip(turn, ends, strict=True)]
@@ -102,11 +108,16 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         assert seq.table is not None
         self.store.release_pages(seq.table.pages)
-        self.store.release_row(seq.row)
-        seq.table, seq.row = None, NO_ROW
+        for row in (seq.row, *seq.cut_rows):
+            self.store.release_row(row)
+        seq.table, seq.row, seq.loading = None, NO_ROW, None
+        seq.cut_rows.clear()
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give the head of the queue its state, its row and pages for all its tokens, if they can be had."""
+        """Give the head of the queue its row and pages for all its tokens, if they can be had, and let it run.
+
+        What it restores from the host is copied by _load().
+        """
         store = self.store
         # One page beyond the prompt, unless it would run alone: else it might have to leave again at once.
         spare = store.page_size if self.running else 0
@@ -127,14 +138,39 @@ class Scheduler:
         if restore is None:
             seq.row = store.take_row()
             seq.table = PageTable(store.pages.take(0))
+        elif isinstance(restore, Held):
+            seq.table, seq.row = store.open_pin(restore)
+            self._restored(seq, restore.position, restore.logits)
         else:
-            seq.table, seq.row = store.open_pin(restore) if isinstance(restore, Held) else store.load(restore)
-            seq.computed = restore.position
-            if seq.computed == seq.length:
-                seq.logits = restore.logits if isinstance(restore, Held) else _tensor(restore.logits)
-            seq.restore = None
-        store.grow(seq.table, seq.computed, seq.length)
+            seq.row = store.take_row()
+            seq.table = PageTable(store.pages.take(-(-restore.position // store.page_size)))
+            seq.loading = Loading(store, restore, seq.table.pages, seq.row)
+        self.running.append(self.waiting.popleft())
+        store.grow(seq.table, seq.computed if seq.loading is None else seq.loading.snapshot.position, seq.length)
         return True
+
+    def _restored(self, seq: Sequence, position: int, logits: torch.Tensor | None) -> None:
+        seq.restore = seq.loading = None
+        seq.computed = position
+        if position == seq.length:
+            seq.logits = logits
+
+    def _load(self) -> None:
+        """Copy at most `restore_bytes` of saved states to where they are used, the oldest request's first.
+
+        So no step waits for a whole restore: the others decode in between, and a cancelled one stops at once.
+        """
+        left = self.restore_bytes
+        for seq in self.running:
+            loading = seq.loading
+            if loading is None:
+                continue
+            left -= loading.advance(left)
+            if not loading.done:
+                return
+            self._restored(seq, loading.snapshot.position, _tensor(loading.snapshot.logits))
+            if left <= 0:
+                return
 
     # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,14 +252,23 @@ class Scheduler:
         self._make_room(lambda: (0, len(due)), seq, spill=False)
         affordable = min(len(due), self.store.rows.free)
         self.skip_cuts(len(due) - affordable)
-        return tuple((position, self.store.take_row()) for position in due[len(due) - affordable :])
+        cuts: list[tuple[int, int]] = []
+        for position in due[len(due) - affordable :]:
+            row = self.store.take_row()
+            seq.cut_rows.append(row)  # its owner from now on, whatever fails before a hold takes it over
+            cuts.append((position, row))
+        return tuple(cuts)
 
     def row_for_hold(self, seq: Sequence) -> int | None:
-        """A copy of seq's recurrent row as it is now (NO_ROW without recurrence); None, counted as skipped, if none is left."""
+        """A copy of seq's recurrent row as it is now (NO_ROW without recurrence), which belongs to seq until a hold takes it
+        over; None, counted as skipped, if none is left."""
         if not self._make_room(lambda: (0, int(self.store.recurrent)), seq, spill=False):
             self.skip_cuts(1)
             return None
-        return self.store.copy_row(seq.row)
+        row = self.store.copy_row(seq.row)
+        if row != NO_ROW:
+            seq.cut_rows.append(row)
+        return row
 
     def skip_cuts(self, count: int) -> None:
         if count:

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 import numpy as np
 import torch
 
+from engine.kvcache.loading import Loading
 from engine.kvcache.store import NO_ROW, Held
 from engine.kvcache.table import PageTable
 from engine.sampling import Sampler
@@ -22,17 +23,21 @@ class Sequence:
     cuts: positions still to be held, rising, all ≥ computed. held_at: position of the last hold made for this request.
     failed: why a forward pass broke this request; it ends in the next step.
     served: number of the step that last prefilled this request, for taking turns.
+    cut_rows: recurrent rows beside `row` that belong to this request until a hold takes them over.
+    loading: `restore` on its way into the pages, None when it is there; until then nothing of it is computed or held.
     """
 
     __slots__ = (
         "_buffer",
         "computed",
+        "cut_rows",
         "cuts",
         "edges",
         "failed",
         "held_at",
         "id",
         "length",
+        "loading",
         "logits",
         "order",
         "prompt_length",
@@ -61,6 +66,8 @@ class Sequence:
         self.logits: torch.Tensor | None = None
         self.table: PageTable | None = None
         self.row = NO_ROW
+        self.cut_rows: list[int] = []
+        self.loading: Loading | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -83,6 +90,15 @@ class Sequence:
             self._buffer = grown
         self._buffer[self.length] = token
         self.length += 1
+
+    def give_up_row(self, row: int) -> None:
+        """A hold has taken over `row`, the request's own or one of its cuts."""
+        if row == NO_ROW:
+            return
+        if row == self.row:
+            self.row = NO_ROW
+        else:
+            self.cut_rows.remove(row)
 
     def add_cut(self, position: int) -> None:
         at = bisect_left(self.cuts, position)

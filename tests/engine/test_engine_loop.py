@@ -248,9 +248,8 @@ def test_snapshot_bytes_survive_a_round_trip():
 
 
 @pytest.mark.parametrize("limit", [1, 200, 1 << 20])
-def test_a_snapshot_in_several_runs_is_one_state(monkeypatch, limit):
-    monkeypatch.setattr("engine.kvcache.store._JOIN_BYTES", limit)
-    engine = make_engine()
+def test_a_snapshot_in_several_runs_is_one_state(limit):
+    engine = make_engine(restore_bytes=limit)
     ids = prompt(16, 77)
     engine.submit(request("a", ids, 3, cuts=(70,)))
     log = run(engine)

@@ -29,11 +29,23 @@ class Turn:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(recurrent=st.booleans(), reclaiming=st.booleans(), rows=st.integers(1, 3), spare=st.integers(1, 4))
-    def start(self, recurrent, reclaiming, rows, spare):
+    @initialize(
+        recurrent=st.booleans(),
+        reclaiming=st.booleans(),
+        rows=st.integers(1, 3),
+        spare=st.integers(1, 4),
+        piece=st.sampled_from([1, 300, 1 << 20]),
+    )
+    def start(self, recurrent, reclaiming, rows, spare, piece):
         self.spec = make_spec(recurrent)
         self.engine = make_engine(
-            HashModel(self.spec), page_size=PAGE, kv_tokens=PAGE * PAGES, chunk_tokens=8, max_rows=rows, snapshot_rows=spare
+            HashModel(self.spec),
+            page_size=PAGE,
+            kv_tokens=PAGE * PAGES,
+            chunk_tokens=8,
+            max_rows=rows,
+            snapshot_rows=spare,
+            restore_bytes=piece,
         )
         if reclaiming:
             self.engine.reclaim = self.reclaim
@@ -174,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        for _ in range(400):
+        for _ in range(4000):
             if not self.engine.has_work:
                 break
             for hold in list(self.holds):

@@ -1,0 +1,58 @@
+"""A saved state on its way from the host into pages and a row, in pieces, so that no step of the engine waits for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.kvcache.store import NO_ROW, StateStore
+from engine.types import KvRun, StateSnapshot
+
+
+class Loading:
+    """One snapshot, already checked, and where it goes. Owns neither pages nor row.
+
+    pages: int32, at least as many as the snapshot's tokens need. done: everything is there.
+    """
+
+    def __init__(self, store: StateStore, snapshot: StateSnapshot, pages: np.ndarray, row: int) -> None:
+        self.snapshot = snapshot
+        self.done = False
+        self._store = store
+        self._pages = pages.copy()  # the table may move while it grows
+        self._row = row
+        self._runs = list(snapshot.kv)[::-1]
+        """What is left, last first."""
+        self._components = [] if row == NO_ROW else list(snapshot.state)[::-1]
+
+    def advance(self, limit: int) -> int:
+        """Copy about `limit` bytes (> 0), at least one token or component; bytes copied."""
+        copied = 0
+        for start, rows in self._pieces(limit):
+            self._store.kv.write(self._pages, start, rows)
+            copied += rows.nbytes
+        while self._components and copied < limit and not self._runs:
+            name = self._components.pop()
+            self._store.states.write(self._row, name, self.snapshot.state[name])
+            copied += self.snapshot.state[name].nbytes
+        self.done = not self._runs and not self._components
+        return copied
+
+    def _pieces(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(first position, rows) of neighbouring runs put together: a saved context comes in pieces of 64 tokens, and writing
+        each alone takes longer than joining them."""
+        batch: list[KvRun] = []
+        left = limit
+        while self._runs and left > 0:
+            run = self._runs.pop()
+            width = max(1, run.rows.shape[1])
+            tokens = max(1 if not batch else 0, min(len(run.rows), left // width))
+            if tokens < len(run.rows):
+                self._runs.append(KvRun(run.start + tokens, run.rows[tokens:]))
+                left = 0
+            if tokens:
+                batch.append(KvRun(run.start, run.rows[:tokens]))
+                left -= tokens * width
+        if batch:
+            yield batch[0].start, batch[0].rows if len(batch) == 1 else np.concatenate([run.rows for run in batch])
