@@ -142,6 +142,10 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One committed turn. body: the final `response` object as JSON. prompt_ids, generated_ids: little-endian uint32.
 
     input: items of this turn only (not of its parents). created_at, completed_at: Unix seconds.
+    context_items: items of its whole context. own_tokens: prompt position behind the first user message; what shares less is
+    another conversation. follows: the response whose context this one goes on from though it names no parent; the store
+    finds it. stream: how its events were cut (see replay.py). conversation: the id of the one that it extends, by the last
+    `new_items` of `input` and by `output`.
     """
 
     id: str
@@ -161,6 +165,12 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     generated_ids: bytes
     idempotency_key: str | None = None
     request_digest: bytes | None = None
+    context_items: int = 0
+    own_tokens: int = 0
+    follows: str | None = None
+    stream: bytes | None = None
+    conversation: str | None = None
+    new_items: int = 0
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from agentserve.protocol.responses import ResponseBody, encode_body, usage
 from agentserve.replay import known_answer, replay
 from agentserve.request import Context, LocalResponses, TurnRequest, resolve
 from agentserve.session.divergence import Contexts
+from agentserve.session.lineage import first_words
 from agentserve.token_stream import Sink, TokenStream
 from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
 
@@ -258,6 +259,8 @@ class Turn:
             generated_ids=generated.tobytes(),
             idempotency_key=request.idempotency_key,
             request_digest=request.digest if request.idempotency_key is not None else None,
+            context_items=len(self.context.items),
+            own_tokens=first_words(self.context.items, rendered),
         )
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────

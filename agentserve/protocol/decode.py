@@ -209,12 +209,16 @@ def options_of(create: ResponseCreate, *, events_header: bool = False) -> TurnOp
 
 
 def decode_input(raw: Raw, *, max_items: int) -> tuple[Item, ...]:
-    """`input`: text, or a list of items. Raises InvalidValue, or UnsupportedValue for items this server cannot show a model."""
+    """`input`: text (empty is no item), or a list of items.
+
+    Raises InvalidValue, or UnsupportedValue for items this server cannot show a model.
+    """
     head = bytes(memoryview(raw)[:1])
     if head == b"n":
         return ()
     if head == b'"':
-        return (Message(role="user", content=(InputText(decode(raw, str, "input")),)),)
+        text = decode(raw, str, "input")
+        return (Message(role="user", content=(InputText(text),)),) if text else ()
     if head != b"[":
         raise InvalidValue("Expected `str` or an array of items", "input")
     raws = decode(raw, list[Raw], "input")

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 from sqlalchemy import Connection, Row, and_, delete, func, literal, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.protocol.items import Item, decode_items, encode_items
-from agentserve.session.tables import idempotency, items, responses, sessions
+from agentserve.session.tables import conversation_items, conversations, idempotency, items, responses, sessions
 
 MAX_BASES = 32
 """Responses whose prompt is told as a difference to the one before, in a row; then one is told in full."""
@@ -61,6 +60,7 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
         still = select(responses.c.id).where(responses.c.id == base).with_for_update(read=True)
         if connection.execute(still).first() is None:
             base, kept_tokens = None, 0
+    rows = [*_item_rows(new.id, 0, new.input), *_item_rows(new.id, 1, new.output)]
     connection.execute(
         responses.insert(),
         {
@@ -79,9 +79,13 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
             "prompt_kept": kept_tokens,
             "prompt_ids": new.prompt_ids[4 * kept_tokens :],
             "generated_ids": new.generated_ids,
+            "follows": new.follows,
+            "context_items": new.context_items,
+            "stream": new.stream,
+            "conversation": new.conversation,
+            "bytes": _size(new, kept_tokens, rows),
         },
     )
-    rows = [*_item_rows(new.id, 0, new.input), *_item_rows(new.id, 1, new.output)]
     if rows:
         connection.execute(items.insert(), rows)
     if new.idempotency_key is not None:
@@ -100,6 +104,12 @@ def _item_rows(response: str, output: int, values: Sequence[Item]) -> list[dict[
         {"response": response, "output": output, "position": i, "type": value.__struct_config__.tag, "body": bytes(body)}
         for i, (value, body) in enumerate(zip(values, bodies, strict=True))
     ]
+
+
+def _size(new: StoredResponse, kept_tokens: int, rows: Sequence[dict[str, Any]]) -> int:
+    """Bytes that the response takes here, for its principal's quota."""
+    own = len(new.prompt_ids) - 4 * kept_tokens + len(new.generated_ids) + len(new.body) + len(new.tools)
+    return own + len(new.instructions or "") + sum(len(row["body"]) for row in rows)
 
 
 def _count_turn(connection: Connection, new: StoredResponse) -> None:
@@ -176,6 +186,12 @@ def remove_session(connection: Connection, principal: str, session_id: str) -> t
 
 def prompt_ids(connection: Connection, response_id: str) -> bytes:
     """Prompt ids of a response, put together along its bases."""
+    context, generated, _ = whole_context(connection, response_id)
+    return context[: len(context) - generated]
+
+
+def whole_context(connection: Connection, response_id: str) -> tuple[bytes, int, int]:
+    """Prompt and generated ids of a response, how many bytes of them were generated, and how many bases it stands on."""
     parts: list[tuple[int, bytes, bytes]] = []
     at: str | None = response_id
     columns = (responses.c.prompt_base, responses.c.prompt_kept, responses.c.prompt_ids, responses.c.generated_ids)
@@ -189,7 +205,23 @@ def prompt_ids(connection: Connection, response_id: str) -> bytes:
     for kept, own, generated in reversed(parts):
         prompt = whole[: 4 * kept] + own
         whole = prompt + generated
-    return whole[: len(whole) - len(parts[0][2])] if parts[0][2] else whole
+    return whole, len(parts[0][2]), len(parts) - 1
+
+
+def before(connection: Connection, new: StoredResponse, limit: int) -> tuple[str, ...]:
+    """Ids of the same session's responses with fewer context items than this one, most first."""
+    query = (
+        select(responses.c.id)
+        .where(
+            responses.c.session == new.session,
+            responses.c.principal == new.principal,
+            responses.c.context_items < new.context_items,
+            responses.c.context_items > 0,
+        )
+        .order_by(responses.c.context_items.desc(), responses.c.completed_at.desc())
+        .limit(limit)
+    )
+    return tuple(connection.execute(query).scalars())
 
 
 def load(connection: Connection, principal: str, ids: Sequence[str]) -> dict[str, StoredResponse]:
@@ -231,6 +263,10 @@ def _stored(row: Row[Any], inputs: Iterable[bytes], outputs: Iterable[bytes], ke
         body=row.body,
         prompt_ids=b"",
         generated_ids=row.generated_ids,
+        follows=row.follows,
+        context_items=row.context_items,
+        stream=row.stream,
+        conversation=row.conversation,
         request_digest=None if key is None else key.digest,
     )
 
@@ -271,9 +307,11 @@ def session_rows(
     rows = connection.execute(query.order_by(sessions.c.updated_at.desc(), sessions.c.id.desc()).limit(limit)).all()
     parents: dict[str, dict[str, str | None]] = {row.id: {} for row in rows}
     if rows:
-        links = select(responses.c.session, responses.c.id, responses.c.parent).where(responses.c.session.in_(parents))
+        links = select(responses.c.session, responses.c.id, responses.c.parent, responses.c.follows).where(
+            responses.c.session.in_(parents)
+        )
         for link in connection.execute(links):
-            parents[link.session][link.id] = link.parent
+            parents[link.session][link.id] = link.parent or link.follows
     return tuple(
         SessionRow(
             id=row.id,
@@ -298,16 +336,20 @@ def _lineage(parents: dict[str, str | None], last: str | None) -> tuple[str, ...
     return tuple(reversed(line))
 
 
+def stored_bytes(connection: Connection, principal: str) -> int:
+    """What a principal's responses and conversations take."""
+    of_responses = select(func.coalesce(func.sum(responses.c.bytes), 0)).where(responses.c.principal == principal)
+    of_items = (
+        select(func.coalesce(func.sum(func.length(conversation_items.c.body)), 0))
+        .join(conversations, conversations.c.id == conversation_items.c.conversation)
+        .where(conversations.c.principal == principal)
+    )
+    return int(connection.execute(of_responses).scalar_one()) + int(connection.execute(of_items).scalar_one())
+
+
 def count(connection: Connection) -> int:
     """Responses in the database."""
     return connection.execute(select(func.count()).select_from(responses)).scalar_one()
-
-
-def shared_tokens(a: bytes, b: bytes) -> int:
-    """Length of the common prefix of two rows of ids."""
-    n = min(len(a), len(b)) // 4
-    unequal = np.flatnonzero(np.frombuffer(a, "<u4", n) != np.frombuffer(b, "<u4", n))
-    return int(unequal[0]) if len(unequal) else n
 
 
 def _key_digest(key: str) -> str:

@@ -7,10 +7,11 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from agentserve.session import rows
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.database import connect, upgrade
 from agentserve.session.kept import Kept
+from agentserve.session.lineage import predecessor, shared_tokens
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +34,8 @@ T = TypeVar("T")
 THREADS = 4
 KEPT_RESPONSE_BYTES = 64 << 20
 KEPT_CONTEXT_BYTES = 64 << 20
+FOLLOWED = 16
+"""Responses that are looked at to find the one that a resent context goes on from."""
 ALIAS_DAYS = 30
 """Aliases older than this are deleted at start; an answer of a month ago is tokenised from its text."""
 
@@ -79,17 +83,38 @@ class SqlStore:
             raise TurnFailure("server_error", message) from error
 
     def _commit(self, new: StoredResponse) -> None:
+        if new.parent is None and new.context_items:
+            new = msgspec.structs.replace(new, follows=self._followed(new))
         base, depth, shared = None, 0, 0
-        parent = None if new.parent is None else self._contexts.get(new.parent)
-        if parent is not None and parent[1] < rows.MAX_BASES:
-            shared = rows.shared_tokens(parent[0], new.prompt_ids)
-            base, depth = (new.parent, parent[1] + 1) if shared else (None, 0)
+        before = new.parent or new.follows
+        known = None if before is None else self._contexts.get(before)
+        if known is not None and known[1] < rows.MAX_BASES:
+            shared = shared_tokens(known[0], new.prompt_ids)
+            base, depth = (before, known[1] + 1) if shared else (None, 0)
         with self._writer.begin() as connection:
             rows.add_response(connection, new, base, shared)
             self.aliases.save(connection, new.id, new.generated_ids)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))
         self._remember(msgspec.structs.replace(new, prompt_ids=b""))
+
+    def _followed(self, new: StoredResponse) -> str | None:
+        """The response that a resent context goes on from. Read before the commit, so that of two turns that end together
+        neither is the other's: neither went on from the other."""
+
+        def contexts(connection: Connection) -> Iterator[tuple[str, bytes]]:
+            for response_id in rows.before(connection, new, FOLLOWED):
+                context = self._contexts.get(response_id)
+                if context is None:
+                    with contextlib.suppress(LookupError):  # deleted in the meantime
+                        ids, _, depth = rows.whole_context(connection, response_id)
+                        context = (ids, depth)
+                        self._contexts.put(response_id, context, len(ids))
+                if context is not None:
+                    yield response_id, context[0]
+
+        with self._engine.connect() as connection:
+            return predecessor(new.prompt_ids, new.own_tokens, contexts(connection))
 
     async def get(self, principal: str, response_id: str) -> StoredResponse | None:
         if not _possible(response_id):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -61,6 +62,13 @@ responses = Table(
     Column("prompt_kept", Integer, nullable=False),
     Column("prompt_ids", LargeBinary, nullable=False),
     Column("generated_ids", LargeBinary, nullable=False),
+    # Whose context this one was seen to go on from, where the client resent all of it and named no parent.
+    Column("follows", String(128)),
+    Column("context_items", Integer, nullable=False, server_default="0"),
+    Column("stream", LargeBinary),  # how its events were cut: see replay.py
+    Column("conversation", String(128)),
+    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Index(None, "principal"),
 )
 
 items = Table(
@@ -80,6 +88,28 @@ idempotency = Table(
     Column("key", String(64), primary_key=True),  # SHA-256 of what the client sent
     Column("response", ForeignKey("responses.id", ondelete="CASCADE"), nullable=False, index=True),
     Column("digest", LargeBinary),
+)
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", String(128), primary_key=True),
+    Column("principal", String(256), nullable=False, index=True),
+    Column("created_at", Float(53), nullable=False),
+    Column("metadata", LargeBinary, nullable=False),
+    Column("last_response", String(128)),
+    # Since last_response was appended: its items are no longer what that response and those before it say.
+    Column("edited", Boolean, nullable=False),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("conversation", ForeignKey("conversations.id", ondelete="CASCADE"), primary_key=True),
+    Column("id", String(128), primary_key=True),
+    Column("position", BigInteger, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index(None, "conversation", "position"),
 )
 
 aliases = Table(

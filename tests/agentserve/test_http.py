@@ -225,3 +225,12 @@ def test_a_stop_string_ends_the_text_and_is_named(server: FakeServer, client: ht
     assert (whole["output"][0]["content"][0]["text"], whole["status"], whole["stop_sequence"]) == ("one", "completed", " two")
     streamed = check(sse_events(client.post("/v1/responses", json={"input": "x", "stop": " two", "stream": True}).text))
     assert streamed["output"][0]["content"][0]["text"] == "one"
+
+
+def test_an_empty_text_is_no_input(server: FakeServer, client: httpx.Client) -> None:
+    for body in ({"input": ""}, {"input": []}, {}):
+        refused = client.post("/v1/responses", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    first = client.post("/v1/responses", json={"input": "x"}).json()
+    assert client.post("/v1/responses", json={"input": "", "previous_response_id": first["id"]}).status_code == 200
+    assert [type(i).__name__ for i in server.text.renders[-1].items] == ["Message", "Message"]

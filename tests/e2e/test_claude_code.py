@@ -76,6 +76,7 @@ def test_claude_code_runs_and_goes_on(claude: str, tmp_path: Path) -> None:
         assert second["usage"]["cache_read_input_tokens"] > 0
         (session,) = server.target.get("/v1/sessions")["data"]
         assert session["turns"] >= 2
+        assert len(session["lineage"]) >= 2
         items = server.target.get(f"/v1/responses/{session['last_response']}/input_items?order=asc&limit=100")["data"]
         said = [i for i in items if i["type"] == "message" and i["role"] == "user"]
         assert said[-1]["content"][0]["text"] == "What is 2 + 3?"

@@ -75,7 +75,8 @@ def test_the_openai_chat_client_runs_a_tool_loop(server: PrivateServer, openai_c
     assert "17" in second.choices[0].message.content
     ids = [c.id.replace("chatcmpl-", "resp_") for c in made]
     suffix_starts_at(server, *ids)
-    assert session_that_ends_with(server, ids[1])["turns"] == 2
+    session = session_that_ends_with(server, ids[1])
+    assert (session["turns"], session["lineage"]) == (2, ids)
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -113,7 +114,8 @@ def test_the_anthropic_client_streams_a_tool_loop(server: PrivateServer, anthrop
     assert "17" in next(b.text for b in second.content if b.type == "text")
     ids = [m.id.replace("msg_", "resp_") for m in made]
     suffix_starts_at(server, *ids)
-    assert session_that_ends_with(server, ids[1])["turns"] == 2
+    session = session_that_ends_with(server, ids[1])
+    assert (session["turns"], session["lineage"]) == (2, ids)
 
 
 def test_a_stop_sequence_ends_the_answer(anthropic_client: Any) -> None:

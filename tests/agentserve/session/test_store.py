@@ -306,3 +306,47 @@ async def test_a_locked_sqlite_is_a_clear_error(tmp_path, monkeypatch: pytest.Mo
                 await store.commit(response())
             assert await store.sessions("alice", 10, None) == ()  # reading goes on
         await store.commit(response())
+
+
+def resent(items: int, *tokens: int, **changes: Any) -> StoredResponse:
+    """A turn whose client sent its whole context again: its first three tokens are the head and the first user message."""
+    return response(prompt_ids=ids(*tokens), context_items=items, own_tokens=3, **changes)
+
+
+async def lineage(store: SqlStore) -> tuple[str, ...]:
+    session = await store.session("alice", "ses_1")
+    assert session is not None
+    return session.lineage
+
+
+async def test_resent_contexts_are_linked_by_their_longest_match(database_url: str):
+    first = resent(1, 1, 2, 3)
+    async with opened(database_url) as store:
+        await store.commit(first)
+        again = resent(1, 1, 2, 3)
+        await store.commit(again)
+        assert await lineage(store) == (again.id,), "another try of a turn does not go on from the first one"
+        second = resent(3, *(1, 2, 3, 4, 5, 6), generated_ids=ids(7))
+        await store.commit(second)
+        aside = resent(4, *(1, 2, 9, 9, 9, 9))
+        await store.commit(aside)
+        assert await lineage(store) == (aside.id,), "a context of other first words begins a branch"
+    async with opened(database_url) as store:  # nothing of it is in memory now
+        third = resent(5, *(1, 2, 3, 4, 5, 6, 8, 8))  # its answer came back otherwise than it was sampled
+        await store.commit(third)
+        assert (await lineage(store))[1:] == (second.id, third.id)
+        assert (await lineage(store))[0] in (first.id, again.id)
+        stored = await store.get("alice", third.id)
+        assert stored is not None
+        assert (stored.parent, stored.follows, stored.prompt_ids) == (None, second.id, third.prompt_ids)
+        assert len(await store.chain("alice", third.id) or ()) == 1, "what it follows is no part of its context"
+
+
+async def test_another_principals_turns_are_no_candidates(database_url: str):
+    async with opened(database_url) as store:
+        await store.commit(resent(1, 1, 2, 3, principal="bob", session="ses_b"))
+        mine = resent(3, 1, 2, 3, 4, 5, session="ses_a")
+        await store.commit(mine)
+        stored = await store.get("alice", mine.id)
+        assert stored is not None
+        assert stored.follows is None
