@@ -89,6 +89,8 @@ class Worker:
     def _step(self) -> bool:
         try:
             ended = self._turns.step()
+        except PipeClosed:
+            raise
         except Exception:
             # The engine ends the requests of a failed pass with an error and can go on; unless it fails again and again.
             self._failed_passes += 1
@@ -203,7 +205,7 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     pipe.flush()
     log.info("worker ready model=%s backend=%s load_s=%.1f", settings.model_name, info.backend, time.monotonic() - started)
     bridge = StateBridge(engine, states.cache, states.want)
-    turns = TurnLoop(engine, bridge, pipe.send, token_bytes=lambda: token_table(settings, info.vocab_size))
+    turns = TurnLoop(engine, bridge, pipe.send, flush=pipe.flush, token_bytes=lambda: token_table(settings, info.vocab_size))
     worker = Worker(pipe, engine, turns, bridge)
 
     def on_terminate(_signal: int, _frame: object) -> None:

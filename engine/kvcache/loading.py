@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from engine.kvcache.store import NO_ROW, StateStore
@@ -29,8 +27,13 @@ class Loading:
     def advance(self, limit: int) -> int:
         """Copy about `limit` bytes (> 0), at least one token or component; bytes copied."""
         copied = 0
-        for start, rows in self._pieces(limit):
-            self._store.kv.write(self._pages, start, rows)
+        while self._runs and copied < limit:
+            run = self._runs.pop()
+            tokens = max(1, (limit - copied) // max(1, run.rows.shape[1]))
+            if tokens < len(run.rows):
+                self._runs.append(KvRun(run.start + tokens, run.rows[tokens:]))
+            rows = run.rows[:tokens]
+            self._store.kv.write(self._pages, run.start, rows)
             copied += rows.nbytes
         while self._components and copied < limit and not self._runs:
             name = self._components.pop()
@@ -38,21 +41,3 @@ class Loading:
             copied += self.snapshot.state[name].nbytes
         self.done = not self._runs and not self._components
         return copied
-
-    def _pieces(self, limit: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first position, rows) of neighbouring runs put together: a saved context comes in pieces of 64 tokens, and writing
-        each alone takes longer than joining them."""
-        batch: list[KvRun] = []
-        left = limit
-        while self._runs and left > 0:
-            run = self._runs.pop()
-            width = max(1, run.rows.shape[1])
-            tokens = max(1 if not batch else 0, min(len(run.rows), left // width))
-            if tokens < len(run.rows):
-                self._runs.append(KvRun(run.start + tokens, run.rows[tokens:]))
-                left = 0
-            if tokens:
-                batch.append(KvRun(run.start, run.rows[:tokens]))
-                left -= tokens * width
-        if batch:
-            yield batch[0].start, batch[0].rows if len(batch) == 1 else np.concatenate([run.rows for run in batch])

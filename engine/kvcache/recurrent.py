@@ -27,6 +27,8 @@ class RecurrentPools:
             for kind, pool in (("delta", delta), ("conv", conv))
         }
 
+        self._bytes = {name: pool.flatten(1).view(torch.uint8).numpy() for name, pool in self._named.items()}
+
     @property
     def components(self) -> tuple[StateComponent, ...]:
         """One row as named tensors, in layer order."""
@@ -56,5 +58,4 @@ class RecurrentPools:
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
         """Put one component (uint8 [nbytes], as read() gives it) into a row. The caller has checked name and size."""
-        flat = torch.from_numpy(source if source.flags.writeable else source.copy())
-        self._named[name][row].view(-1).view(torch.uint8).copy_(flat)
+        self._bytes[name][row] = source

@@ -19,7 +19,7 @@ MARKERS = MarkerTable(think_open=(10,), think_close=(11,), call_open=(12,), call
 
 
 class Harness:
-    """clock_s: time as the loop sees it; starts now and moves only by hand."""
+    """clock_s: time as the loop sees it; starts now and moves only by hand. flushed: how many frames have been sent on."""
 
     def __init__(self, *, ram_bytes: int = 1 << 20, chunk: int = 16, rows: int = 2, max_context: int = 4096) -> None:
         self.engine = FakeEngine(chunk=chunk, rows=rows, max_context=max_context)
@@ -27,8 +27,12 @@ class Harness:
         self.frames: list[FromWorker] = []
         self.clock_s = time.monotonic()
         self.bridge = StateBridge(self.engine, self.cache)
-        self.loop = TurnLoop(self.engine, self.bridge, self.frames.append, clock=lambda: self.clock_s)
+        self.loop = TurnLoop(self.engine, self.bridge, self.frames.append, flush=self._flush, clock=lambda: self.clock_s)
+        self.flushed = 0
         self._count = 0
+
+    def _flush(self) -> None:
+        self.flushed = len(self.frames)
 
     def turn(
         self,

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from agentserve.worker.messages import Checkpoints, Cut, ListCheckpoints, PinCheckpoint, Progress, TurnFailed, TurnFinished
+import pytest
+
+from agentserve.worker.messages import (
+    Checkpoints,
+    Cut,
+    ListCheckpoints,
+    PinCheckpoint,
+    Progress,
+    Saved,
+    Tokens,
+    TurnFailed,
+    TurnFinished,
+)
+from engine.types import HoldId, StateSnapshot
 from statecache.types import BoundaryKind
 from tests.fakes.engine import EOS, next_token
 from tests.worker.harness import Harness
@@ -289,3 +302,19 @@ def test_shadows_move_to_where_a_client_edits() -> None:
     h.run()
     assert {len(prompt) + 1 - position for position, kind in h.saved(other) if kind == "shadow"} == {64, 256}
     h.assert_nothing_is_held()
+
+
+def test_tokens_leave_before_states_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    copy_out, waiting = h.engine.copy_out, []
+
+    def copy(hold: HoldId, kv_start: int = 0) -> StateSnapshot:
+        waiting.extend(frame for frame in h.frames[h.flushed :] if isinstance(frame, Tokens))
+        return copy_out(hold, kv_start)
+
+    monkeypatch.setattr(h.engine, "copy_out", copy)
+    turn = h.turn(PROMPT)
+    h.run()
+    assert h.answer(turn) == greedy(PROMPT, 8)
+    assert len(h.of(turn, Saved)) > 0
+    assert waiting == []
