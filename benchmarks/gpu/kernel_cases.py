@@ -1,0 +1,129 @@
+"""One call of every kernel at a model's geometry, with the bytes and the arithmetic that it cannot avoid.
+
+Used with real tensors (to time), with tiny ones (to see that the cases run), and with meta tensors (to compile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.kernels import triton as ops
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """slots: of the expert pool. context: tokens in the state before. prefill: tokens of a long suffix."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    k_heads: int
+    v_heads: int
+    d_k: int
+    d_v: int
+    experts: int
+    top_k: int
+    inter: int
+    vocab: int
+    slots: int
+    layers: int
+    page: int
+    context: int
+    prefill: int
+
+    @property
+    def projected(self) -> int:
+        return (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.k_heads * self.d_k + self.v_heads * self.d_v
+
+
+QWEN36 = Geometry(2048, 16, 2, 256, 64, 16, 32, 128, 128, 256, 8, 512, 248320, 1280, 20, 64, 8192, 2048)
+"""Qwen3.6-35B-A3B at half depth, a quarter of the experts resident."""
+
+TINY = Geometry(64, 4, 2, 32, 16, 2, 4, 16, 16, 8, 2, 32, 128, 6, 2, 16, 40, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """run launches the kernel once. bytes: weights, state and activations that must move. flops: multiply-adds times two."""
+
+    name: str
+    run: Callable[[], None]
+    bytes: int
+    flops: int = 0
+
+
+class Maker:
+    """Tensors on one device; on meta nothing is filled."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def values(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        out = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+        return out if self.device == "meta" else out.normal_(std=0.05)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+
+    def ints(self, values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device)
+
+
+def size(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Every kernel, decode with one and with four tokens, prefill. Built one at a time: tensors are freed between them."""
+    make = Maker(device, dtype)
+    for tokens in (1, 4):
+        yield from _dense(geometry, make, tokens)
+
+
+def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    f32 = torch.float32
+    residual, delta, norm = (
+        make.values(tokens, g.hidden, dtype=f32),
+        make.values(tokens, g.hidden),
+        make.values(g.hidden, dtype=f32),
+    )
+    normed = make.empty(tokens, g.hidden)
+    run = partial(ops.add_norm, residual, delta, norm, 1e-6, normed)
+    yield Case(f"add_norm t{tokens}", run, size(residual, residual, delta, normed))
+    table, ids = make.values(g.vocab, g.hidden), make.ints([0] * tokens)
+    yield Case(f"gather t{tokens}", partial(ops.gather, table, ids, residual), size(residual, delta))
+    for name, n, k, out in (
+        ("delta in", g.conv_dim + g.v_heads * (g.d_v + 2), g.hidden, None),
+        ("delta out", g.hidden, g.v_heads * g.d_v, None),
+        ("router", g.experts + 1, g.hidden, f32),
+        ("head", g.vocab, g.hidden, f32),
+    ):
+        x, weight, y = make.values(tokens, k), make.values(n, k), make.empty(tokens, n, dtype=out)
+        run = partial(ops.linear, x, weight, None, y)
+        yield Case(f"linear {name} t{tokens}", run, size(x, weight, y), 2 * tokens * n * k)
+    both, inner = make.values(tokens, 2 * g.inter), make.empty(tokens, g.inter)
+    yield Case(f"silu_mul t{tokens}", partial(ops.silu_mul, both, inner), size(both, inner))
+    z, x, out = (make.values(tokens, g.v_heads, g.d_v, dtype=d) for d in (None, f32, None))
+    run = partial(ops.gated_norm, x, z, make.values(g.d_v, dtype=f32), 1e-6, out)
+    yield Case(f"gated_norm t{tokens}", run, size(x, z, out))
+    projected = make.values(tokens, g.projected)
+    weights = [make.values(g.head_dim, dtype=f32) for _ in range(2)]
+    angles = [make.values(64, g.rotated // 2, dtype=f32) for _ in range(2)]
+    pools = [make.values(4, g.page, g.kv_heads, g.head_dim) for _ in range(2)]
+    where = make.ints(list(range(tokens)))
+    q = make.empty(tokens, g.heads, g.head_dim)
+    run = partial(ops.attend_prepare, projected, *weights, 1e-6, *angles, where, where, *pools, q, True)
+    yield Case(f"attend_prepare t{tokens}", run, 2 * size(projected))
+    box, counts, status = make.values(tokens, g.hidden, dtype=f32), make.ints([0, 1, 0, 0]), make.ints([0, 0, 0, 0])
+    run = partial(ops.merge, residual, residual, box, counts, status, delta, make.values(tokens, 1, dtype=f32))
+    yield Case(f"merge t{tokens}", run, size(residual, residual, residual, box, delta))

@@ -1,0 +1,15 @@
+"""Triton kernels of the GPU engine: `from engine.kernels import triton as ops`. Importing this needs triton.
+
+Every function writes into tensors that it is given, reads counts and lengths from device tensors, launches fixed grids on the
+current stream and never waits for the device, so a step of them can be captured as a CUDA graph. 2-d arguments may be views
+with a row stride; the last dimension is contiguous. Without a GPU they run on CPU tensors under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from engine.kernels.triton.linear import linear
+from engine.kernels.triton.norm import add_norm, gated_norm
+from engine.kernels.triton.prepare import attend_prepare
+from engine.kernels.triton.rows import gather, merge, silu_mul
+
+__all__ = ["add_norm", "attend_prepare", "gated_norm", "gather", "linear", "merge", "silu_mul"]

@@ -1,0 +1,51 @@
+"""What every kernel file uses: launching, a product that means the same interpreted, scratch memory that graphs may keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+"""Whether kernels run under Triton's interpreter, on CPU tensors."""
+
+_workspaces: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """total + a · b, accumulated in f32. The interpreter multiplies bf16 as integers, so there operands are widened first."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+    """kernel[grid](*args, **options); nothing if the grid is empty."""
+    if all(grid):
+        kernel[grid](*args, **options)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of operands of this type round: f32 exactly, bf16 needs no choice, its f32 intermediates take tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def workspace(purpose: str, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """At least `numel` elements of scratch on like's device, kept for ever: the same memory for every call of this purpose.
+
+    Contents are undefined. Launches that may overlap must not share a purpose. Growing takes new memory and leaves the old to
+    the graphs that were captured with it, so run the largest shape first.
+    """
+    key = (purpose, like.device, dtype)
+    held = _workspaces.get(key)
+    if held is None or held.numel() < numel:
+        if held is not None:
+            _outgrown.append(held)
+        held = _workspaces[key] = torch.empty(max(1, numel), dtype=dtype, device=like.device)
+    return held

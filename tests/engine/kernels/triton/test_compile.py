@@ -1,0 +1,34 @@
+"""Every kernel compiles for the GPUs that people have, without a GPU, and fits their shared memory without spilling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""What one block may have, by compute capability: A100, RTX 4090, H200."""
+
+STACK_BYTES = 64
+"""A few bytes of stack are the compiler's own; more is spilled registers."""
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)])
+def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("compile_all.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(capability)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"_add_norm", "_gemv", "_matmul"} <= {kernel["kernel"] for kernel in kernels}
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_BYTES[capability], kernel
+        assert kernel["stack"] <= STACK_BYTES, kernel
