@@ -54,6 +54,8 @@ class EngineConfig:
     chunk_tokens: prefill chunks end at multiples of this, counted from position 0 whatever was restored.
     step_tokens: tokens per step, decode rows first; a step that has prefill takes at least one chunk. "auto" = chunk_tokens.
     restore_bytes: of saved states, how many one step copies back into the pools at most; the rest follows in the next steps.
+    decode_gap_ms: how long a step with prefill may take while others generate or wait: chunks are cut in halves for it, as far
+    as that helps. 0 = no limit.
     max_rows: requests that run at once.
     max_context: tokens of prompt and output together; "auto" = the model's, if the pages allow it.
     memory_bytes: for KV pages and recurrent rows; "auto" = a quarter of what is available.
@@ -72,6 +74,7 @@ class EngineConfig:
     chunk_tokens: int = 512
     step_tokens: int | Auto = "auto"
     restore_bytes: int = 32 << 20
+    decode_gap_ms: int = 120
     max_rows: int = 16
     max_context: int | Auto = "auto"
     memory_bytes: int | Auto = "auto"
@@ -89,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value != "auto" and value < 1:
                 raise InvalidRequest(name, value, 'an integer ≥ 1 or "auto"')
+        if self.decode_gap_ms < 0:
+            raise InvalidRequest("decode_gap_ms", self.decode_gap_ms, "an integer ≥ 0")
         if self.snapshot_rows != "auto" and self.snapshot_rows < 0:
             raise InvalidRequest("snapshot_rows", self.snapshot_rows, 'an integer ≥ 0 or "auto"')
 

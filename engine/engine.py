@@ -24,9 +24,11 @@ from engine.moe.slots import SlotMap
 from engine.requests import check_hold, check_request, check_snapshot
 from engine.runner import load_model
 from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
+from engine.scheduler.pace import Work, pairs
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import Sequence as Running
 from engine.types import (
+    DEFAULT_DUE_US,
     CutReached,
     EngineEvent,
     EngineStats,
@@ -64,8 +66,16 @@ class Engine:
         tell(1.0, "ready")
         return engine
 
-    def __init__(self, model: Model, config: EngineConfig, weights_digest: str = "", slots: SlotMap | None = None) -> None:
-        """slots: the model's expert slots, for the counters."""
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        weights_digest: str = "",
+        slots: SlotMap | None = None,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """slots: the model's expert slots, for the counters. clock_ns: what deadlines and the cost of steps are measured by."""
         self.model = model
         self._slots = slots
         spec = model.spec
@@ -78,12 +88,15 @@ class Engine:
             rows=config.max_rows + int(config.snapshot_rows),
             poison=config.poison_freed,
         )
+        self._clock_ns = clock_ns
         self.scheduler = Scheduler(
             self.store,
             max_rows=config.max_rows,
             chunk_tokens=config.chunk_tokens,
             step_tokens=int(config.step_tokens),
             restore_bytes=config.restore_bytes,
+            gap_us=config.decode_gap_ms * 1000,
+            clock=lambda: clock_ns() // 1000,
         )
         self.layout: StateLayout = self.store.layout
         self.info = ModelInfo(
@@ -143,7 +156,8 @@ class Engine:
             check_hold(request, self.store.get(request.restore))
             restore = self.store.pin(request.restore)
         sampler = Sampler(request.sampling, request.token_ids, self.info.vocab_size)
-        seq = Running(request, self._arrivals, sampler, restore)
+        due_us = self._clock_ns() // 1000 + DEFAULT_DUE_US if request.due_us is None else request.due_us
+        seq = Running(request, self._arrivals, sampler, restore, due_us)
         self._arrivals += 1
         self._requests[request.id] = seq
         self.scheduler.waiting.append(seq)
@@ -202,11 +216,11 @@ class Engine:
             with self._spoiling(self.scheduler.running):
                 slices = self._plan(events)
             if slices:
-                began = time.perf_counter()
+                began_ns = self._clock_ns()
                 logits = self._forward(slices)
                 with self._spoiling([part.seq for part in slices]):
                     self._publish(slices, logits, events)
-                self._count(slices, time.perf_counter() - began)
+                self._count(slices, self._clock_ns() - began_ns)
         except BaseException:
             self._unreturned = events
             raise
@@ -383,10 +397,14 @@ class Engine:
 
     # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _count(self, slices: list[Slice], seconds: float) -> None:
+    def _count(self, slices: list[Slice], ns: int) -> None:
         """A mixed step's time is divided by tokens."""
         decode = sum(1 for part in slices if part.decode)
         prefill = sum(part.end - part.start for part in slices if not part.decode)
+        context = sum(part.start for part in slices if part.decode)
+        looked_back = sum(pairs(part.start, part.end) for part in slices if not part.decode)
+        self.scheduler.pace.observe(Work(decode, context, prefill, looked_back), ns // 1000)
+        seconds = ns / 1e9
         self._decode_tokens += decode
         self._prefill_tokens += prefill
         self._decode_seconds += seconds * decode / (decode + prefill)
@@ -413,6 +431,7 @@ class Engine:
             slot_misses=self._slots.misses if self._slots else 0,
             cuts_skipped=scheduler.cuts_skipped,
             preemptions=scheduler.preemptions,
+            pauses=scheduler.pauses,
         )
 
     def check(self) -> None:

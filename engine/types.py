@@ -13,6 +13,7 @@ from typing import Literal, NewType
 import numpy as np
 
 HoldId = NewType("HoldId", int)
+DEFAULT_DUE_US = 30_000_000
 FinishReason = Literal["stop", "stop_string", "length", "cancelled", "error"]
 
 
@@ -99,6 +100,8 @@ class Request:
     cuts: prompt positions (1…n) where the state must be held; each gives one CutReached.
     edges: extra chunk edges, only to replay another run's schedule in tests.
     hold_at_end: hold the state when generation ends (position = tokens forwarded, so without the last sampled token).
+    due_us: when its first token should come, µs of the engine's clock; None = DEFAULT_DUE_US after it is submitted.
+    priority: a higher one goes first among equally pressing ones. share: who its work is counted to; equal shares share.
     """
 
     id: str
@@ -108,6 +111,9 @@ class Request:
     cuts: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     hold_at_end: bool = True
+    due_us: int | None = None
+    priority: int = 0
+    share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +180,7 @@ class EngineStats:
     """Counters for metrics and the TTFT estimate; taken between steps.
 
     waiting_prefill_tokens: prompt tokens not yet computed, of running requests too. cuts_skipped: cuts that gave no hold for
-    want of a recurrent row. preemptions: requests sent to host memory for want of pages.
+    want of a recurrent row. preemptions: requests sent to host memory for want of pages, pauses: for a more pressing one.
     """
 
     running: int
@@ -193,3 +199,4 @@ class EngineStats:
     slot_misses: int = 0
     cuts_skipped: int = 0
     preemptions: int = 0
+    pauses: int = 0

@@ -1,15 +1,15 @@
-"""Who runs next: admission in arrival order, pages for growth, and which slices one step takes.
+"""Who runs next: who is let in, pages for growth, and which slices one step takes.
 
-Moves references, never numbers: forward passes and sampling are in engine.py. When pages or rows run out, in this order:
-the owner of holds is asked to release some (`reclaim`), states pinned for requests that still wait go to host memory, the
-youngest running request goes to host memory and back to the head of the queue. The oldest running request is never moved
-for another, so it always comes to an end and nothing deadlocks; a request that went to the host returns bit for bit.
+Moves references, never numbers: forward passes and sampling are in engine.py, who goes first is order.py's business. When pages
+run out, in this order: the owner of holds is asked to release some (`reclaim`), states pinned for requests that still wait go
+to host memory, the youngest running request goes to host memory and waits again. The oldest running request is never moved
+for its pages, so it always comes to an end and nothing deadlocks. When rows run out and a turn cannot wait, a running request
+is paused in the same way. A request that went to the host returns bit for bit, and nothing of it is computed again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,10 +20,17 @@ from engine.errors import OutOfPages, OutOfRows
 from engine.kvcache.loading import Loading
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
+from engine.scheduler.growth import blend, planned_growth, to_pause
+from engine.scheduler.order import GRACE_US, Claim, order, pressed
+from engine.scheduler.pace import Pace, Work, chunk_sizes, chunk_within, pairs
 from engine.scheduler.prefill import choose_slices, next_edge
 from engine.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+RESUME_US = 2_000_000
+"""A paused answer is to go on after so long; its deadline for coming back."""
+LEAST_CHUNK = 64
+"""Tokens to which a chunk may be shortened for the sake of running answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,56 +48,129 @@ class Slice:
 
 
 class Scheduler:
-    """Owns the queue and the running list; `waiting` and `running` are both in arrival order.
+    """Owns the requests that wait and those that run.
 
+    gap_us: how long a step with prefill may take while others generate or wait; 0 = as long as it needs.
+    clock(): µs, of the same clock as the deadlines.
     reclaim(pages): asks the owner of holds to release some worth about `pages` pages; returns how many holds it released.
     starved: requests that cannot go on although nothing else runs and reclaim gave nothing; the engine fails them.
+    pace: what steps cost; the engine tells it.
     """
 
     def __init__(
-        self, store: StateStore, *, max_rows: int, chunk_tokens: int, step_tokens: int, restore_bytes: int = 32 << 20
+        self,
+        store: StateStore,
+        *,
+        max_rows: int,
+        chunk_tokens: int,
+        step_tokens: int,
+        restore_bytes: int = 32 << 20,
+        gap_us: int = 0,
+        clock: Callable[[], int] = lambda: 0,
     ) -> None:
         self.store = store
         self.max_rows = max_rows
         self.chunk_tokens = chunk_tokens
         self.step_tokens = step_tokens
         self.restore_bytes = restore_bytes
+        self.gap_us = gap_us
+        self.pace = Pace()
         self.reclaim: Callable[[int], int] | None = None
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.starved: list[Sequence] = []
         self.preemptions = 0
+        self.pauses = 0
         self.cuts_skipped = 0
-        self._steps = 0
+        self._clock = clock
+        self._sizes = chunk_sizes(chunk_tokens, min(LEAST_CHUNK, chunk_tokens))
+        self._typical_output: int | None = None
         self._ready: list[Sequence] = []
+        self._now = 0
 
     # ── a step, in two halves ───────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Give decoding requests their next page, admit from the queue, copy a piece of what is restored."""
+        """Give decoding requests their next page, let in who waits, copy a piece of what is restored."""
+        self._now = self._clock()
         for seq in tuple(self.running):
             # An earlier, older request may have sent this one to the host.
             if seq.table is not None and seq.decoding and seq.computed < seq.length:
                 self._grow(seq)
-        while self.waiting and len(self.running) < self.max_rows and self._admit(self.waiting[0]):
-            pass
+        if self.waiting:
+            self._let_in()
         self._load()
         self._ready = [seq for seq in self.running if seq.decoding and seq.computed < seq.length]
 
     def slices(self) -> list[Slice]:
-        """What this step runs: every decoding request, then prefill chunks by turns within the token budget."""
+        """What this step runs: every decoding request, then prefill chunks in order within the token budget and the gap."""
         chosen = [Slice(seq, seq.computed, seq.computed + 1, self._cut_rows(seq, seq.computed + 1)) for seq in self._ready]
-        prefilling = (seq for seq in self.running if not seq.decoding and seq.loading is None)
-        turn = sorted(prefilling, key=lambda seq: (seq.served, seq.order))
+        turn = [seq for seq in self.running if not seq.decoding and seq.loading is None]
         if turn:
-            ends = [next_edge(seq.computed, seq.prompt_length, self.chunk_tokens, seq.edges) for seq in turn]
+            if len(turn) > 1:
+                turn = self._ordered(turn)
+            size = self._chunk(turn[0])
+            ends = [next_edge(seq.computed, seq.prompt_length, size, seq.edges) for seq in turn]
             lengths = [end - seq.computed for seq, end in zip(turn, ends, strict=True)]
-            self._steps += 1
-            for index in choose_slices(lengths, self.step_tokens - len(chosen)):
+            budget = self.step_tokens - len(chosen) if size == self.chunk_tokens else size
+            for index in choose_slices(lengths, budget):
                 seq = turn[index]
-                seq.served = self._steps
                 chosen.append(Slice(seq, seq.computed, ends[index], self._cut_rows(seq, ends[index])))
         return chosen
+
+    def _chunk(self, seq: Sequence) -> int:
+        """Tokens between the edges at which seq's next chunk may end: shorter than usual while others would be held up."""
+        if not self.gap_us or len(self.running) + len(self.waiting) < 2:
+            return self.chunk_tokens
+        rows, context = len(self._ready), sum(other.computed for other in self._ready)
+
+        def cost(size: int) -> int:
+            end = next_edge(seq.computed, seq.prompt_length, size)
+            return self.pace.step_us(Work(rows, context, end - seq.computed, pairs(seq.computed, end)))
+
+        return chunk_within(self.gap_us, self._sizes, cost)
+
+    # ── order ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ordered(self, seqs: list[Sequence]) -> list[Sequence]:
+        return [seqs[i] for i in order([self.claim(seq) for seq in seqs], self._now)]
+
+    def claim(self, seq: Sequence) -> Claim:
+        """What seq asks for: its first token, or to go on with an answer that was paused."""
+        if seq.output_length:
+            # Its first deadline is over already, so that the second, for good, is the one that counts.
+            return Claim(seq.paused_us + RESUME_US - GRACE_US, 0, seq.request.share, seq.request.priority, seq.order)
+        done = seq.computed if seq.restore is None else seq.restore.position
+        cost = self.pace.prefill_us(done, seq.prompt_length - done, self.chunk_tokens)
+        return Claim(seq.due_us, cost, seq.request.share, seq.request.priority, seq.order)
+
+    def _let_in(self) -> None:
+        """Admit in order; the first that finds no room holds up those behind it, or large ones would wait for ever."""
+        if len(self.waiting) > 1:
+            self.waiting = self._ordered(self.waiting)
+        while self.waiting:
+            seq = self.waiting[0]
+            if len(self.running) >= self.max_rows and not self._pause_one(seq):
+                return
+            if not self._admit(seq):
+                return
+
+    def _pause_one(self, seq: Sequence) -> bool:
+        """Free a row for a turn that cannot wait: first from a prompt that can, else from the answer that has run longest."""
+        if not pressed(self.claim(seq), self._now):
+            return False
+        prompts = [other for other in self.running if not other.output_length]
+        easy = [other for other in self._ordered(prompts) if not pressed(self.claim(other), self._now)]
+        if easy:
+            victim = easy[-1]
+        else:
+            index = to_pause([s.output_length - s.let_in_at if s.output_length else None for s in self.running])
+            if index is None:
+                return False
+            victim = self.running[index]
+        self._to_host(victim)
+        self.pauses += 1
+        return True
 
     # ── the queue ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,6 +184,9 @@ class Scheduler:
         else:
             self.running.remove(seq)
             self._release(seq)
+        if seq.output_length:
+            known = self._typical_output
+            self._typical_output = seq.output_length if known is None else blend(known, seq.output_length)
 
     def _release(self, seq: Sequence) -> None:
         assert seq.table is not None
@@ -114,22 +197,22 @@ class Scheduler:
         seq.cut_rows.clear()
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give the head of the queue its row and pages for all its tokens, if they can be had, and let it run.
+        """Give a waiting request its row and pages for all its tokens, if they can be had, and let it run.
 
         What it restores from the host is copied by _load().
         """
         store = self.store
-        # One page beyond the prompt, unless it would run alone: else it might have to leave again at once.
-        spare = store.page_size if self.running else 0
+        # Also pages for what all answers are expected to grow to, unless it would run alone: else it, or the youngest of the
+        # others, might have to leave again at once.
+        spare = sum(self._growth(one) for one in (seq, *self.running)) if self.running else 0
 
         def needs() -> tuple[int, int]:
-            target = seq.length + spare
             held = seq.restore
             if not isinstance(held, Held):
-                return -(-target // store.page_size), int(store.recurrent)
+                return -(-seq.length // store.page_size) + spare, int(store.recurrent)
             table = PageTable(held.pages, borrowed_tail=held.position % store.page_size != 0)
             own_row = held.row != NO_ROW and store.rows.refs[held.row] > 1
-            return store.pages_needed(table, held.position, target), int(own_row)
+            return store.pages_needed(table, held.position, seq.length) + spare, int(own_row)
 
         if not self._make_room(needs, seq, spill=not self.running):
             self._maybe_starved(seq)
@@ -145,7 +228,9 @@ class Scheduler:
             seq.row = store.take_row()
             seq.table = PageTable(store.pages.take(-(-restore.position // store.page_size)))
             seq.loading = Loading(store, restore, seq.table.pages, seq.row)
-        self.running.append(self.waiting.popleft())
+        self.waiting.remove(seq)
+        seq.let_in_at = seq.output_length
+        self.running.append(seq)
         store.grow(seq.table, seq.computed if seq.loading is None else seq.loading.snapshot.position, seq.length)
         return True
 
@@ -156,21 +241,25 @@ class Scheduler:
             seq.logits = logits
 
     def _load(self) -> None:
-        """Copy at most `restore_bytes` of saved states to where they are used, the oldest request's first.
+        """Copy at most `restore_bytes` of saved states to where they are used, in order.
 
         So no step waits for a whole restore: the others decode in between, and a cancelled one stops at once.
         """
         left = self.restore_bytes
-        for seq in self.running:
+        seqs = [seq for seq in self.running if seq.loading is not None]
+        for seq in self._ordered(seqs) if len(seqs) > 1 else seqs:
             loading = seq.loading
-            if loading is None:
-                continue
+            assert loading is not None
             left -= loading.advance(left)
             if not loading.done:
                 return
             self._restored(seq, loading.snapshot.position, _tensor(loading.snapshot.logits))
             if left <= 0:
                 return
+
+    def _growth(self, seq: Sequence) -> int:
+        most = seq.request.sampling.max_tokens
+        return planned_growth(seq.length, seq.output_length, most, self._typical_output or 0, self.store.page_size)
 
     # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,7 +275,7 @@ class Scheduler:
             return store.pages_needed(table, seq.computed, target), 0
 
         while not self._make_room(needs, seq, spill=True):
-            youngest = self.running[-1]
+            youngest = max(self.running, key=lambda other: other.order)
             if len(self.running) == 1:
                 self._maybe_starved(seq)
                 self._preempt(seq)
@@ -224,16 +313,21 @@ class Scheduler:
         return False
 
     def _preempt(self, seq: Sequence) -> None:
-        """Move a running request to the host and to the head of the queue."""
+        """Move a running request to the host for its pages."""
+        self._to_host(seq)
+        self.preemptions += 1
+
+    def _to_host(self, seq: Sequence) -> None:
+        """Make a checkpoint of a running request and let it wait with that."""
         assert seq.table is not None
-        log.debug("request preempted id=%s computed=%d", seq.id, seq.computed)
+        log.debug("request paused id=%s computed=%d", seq.id, seq.computed)
         if seq.computed:
             seq.restore = self.store.export(Held(seq.computed, seq.table.pages, seq.row, seq.tokens, seq.logits))
         self._release(seq)
         seq.computed, seq.logits = 0, None
+        seq.paused_us = self._now
         self.running.remove(seq)
-        self.waiting.appendleft(seq)
-        self.preemptions += 1
+        self.waiting.insert(0, seq)
 
     def _maybe_starved(self, seq: Sequence) -> None:
         """With no callback the owner of the holds may still release some between steps: keep waiting."""

@@ -18,11 +18,13 @@ class Sequence:
     """length: tokens known (prompt and sampled). computed: tokens in the state; computed < length except at one moment: a
     whole prefix was restored and its first token is still to be drawn from `logits`.
 
-    order: arrival number; a lower one is never preempted for a higher one. restore: what admission starts from (Held = a pin
-    on the device, StateSnapshot = on the host, also where a preempted request is put), None = from zero.
+    order: arrival number; a lower one is never preempted for the pages of a higher one.
+    due_us: when its first token should come. paused_us: when it last went to the host.
+    let_in_at: tokens generated when it was last let in.
+    restore: what admission starts from (Held = a pin on the device, StateSnapshot = on the host, also where a paused request is
+    put), None = from zero.
     cuts: positions still to be held, rising, all ≥ computed. held_at: position of the last hold made for this request.
     failed: why a forward pass broke this request; it ends in the next step.
-    served: number of the step that last prefilled this request, for taking turns.
     cut_rows: recurrent rows beside `row` that belong to this request until a hold takes them over.
     loading: `restore` on its way into the pages, None when it is there; until then nothing of it is computed or held.
     """
@@ -32,24 +34,28 @@ class Sequence:
         "computed",
         "cut_rows",
         "cuts",
+        "due_us",
         "edges",
         "failed",
         "held_at",
         "id",
         "length",
+        "let_in_at",
         "loading",
         "logits",
         "order",
+        "paused_us",
         "prompt_length",
         "request",
         "restore",
         "row",
         "sampler",
-        "served",
         "table",
     )
 
-    def __init__(self, request: Request, order: int, sampler: Sampler, restore: Held | StateSnapshot | None) -> None:
+    def __init__(
+        self, request: Request, order: int, sampler: Sampler, restore: Held | StateSnapshot | None, due_us: int = 0
+    ) -> None:
         self.id = request.id
         self.request = request
         self.order = order
@@ -61,7 +67,9 @@ class Sequence:
         self.cuts = sorted({c for c in request.cuts if restore is None or c >= restore.position})
         self.edges = sorted(set(request.edges))
         self.held_at = 0
-        self.served = -1
+        self.due_us = due_us
+        self.paused_us = 0
+        self.let_in_at = 0
         self.failed: str | None = None
         self.logits: torch.Tensor | None = None
         self.table: PageTable | None = None

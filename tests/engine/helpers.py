@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.fakes.hash_model import VOCAB, HashModel
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
-def make_engine(model: Any = None, **settings: Any) -> Engine:
+def make_engine(model: Any = None, *, clock_ns: Callable[[], int] = time.monotonic_ns, **settings: Any) -> Engine:
     """Page 16, chunk 64, poisoned: stale reads turn into NaN and end a request with "error"."""
     defaults: dict[str, Any] = {
         "page_size": 16,
@@ -25,9 +27,10 @@ def make_engine(model: Any = None, **settings: Any) -> Engine:
         "kv_tokens": 16 * 128,
         "snapshot_rows": 64,
         "memory_bytes": 1 << 24,
+        "decode_gap_ms": 0,
         "poison_freed": True,
     }
-    return Engine(model or HashModel(), EngineConfig(**(defaults | settings)))
+    return Engine(model or HashModel(), EngineConfig(**(defaults | settings)), clock_ns=clock_ns)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -341,7 +341,7 @@ def test_a_pass_that_raises_ends_its_requests_and_no_others():
     model = HashModel(raise_token=96)
     engine = make_engine(model, max_rows=2)
     ids = [t % 96 for t in prompt(24, 10)]
-    engine.submit(request("bad", [*ids, 96], 3, cuts=(4,)))
+    engine.submit(request("bad", [*ids, 96], 3, cuts=(4,), due_us=0))
     engine.submit(request("beside", ids, 3))
     engine.submit(request("queued", ids, 3))
     with pytest.raises(RuntimeError, match="told to fail"):

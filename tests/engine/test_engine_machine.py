@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.scheduler.pace import chunk_sizes
 from engine.types import CutReached, Finished, HoldId, PrefillProgress, TokenEvent
 from tests.engine.helpers import make_engine, request
 from tests.fakes.hash_model import HashModel, Plain, expected_tokens, make_spec
@@ -38,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(self, recurrent, reclaiming, rows, spare, piece):
         self.spec = make_spec(recurrent)
+        self.now_ns = 0
         self.engine = make_engine(
             HashModel(self.spec),
             page_size=PAGE,
@@ -46,7 +48,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_rows=rows,
             snapshot_rows=spare,
             restore_bytes=piece,
+            decode_gap_ms=3,
+            clock_ns=self.clock,
         )
+        self.engine.scheduler._sizes = chunk_sizes(8, 2)  # so that the gap has something to choose from
         if reclaiming:
             self.engine.reclaim = self.reclaim
         self.turns: dict[str, Turn] = {}
@@ -57,6 +62,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.submit([5, 4, 3, 2], 9, None, 0, (), False)
         self.step(3)
 
+    def clock(self):
+        """Every look at it is 3 ms later."""
+        self.now_ns += 3_000_000
+        return self.now_ns
+
     def reclaim(self, pages):
         known = [h for h in self.holds if h in self.engine.store.holds]
         if not known:
@@ -65,11 +75,13 @@ class EngineMachine(RuleBasedStateMachine):
         del self.holds[known[0]]
         return 1
 
-    def submit(self, ids, max_tokens, restore, start, cuts, hold_at_end):
+    def submit(self, ids, max_tokens, restore, start, cuts, hold_at_end, due_ms=None):
         self.count += 1
         id = f"t{self.count}"
         cuts = tuple(sorted({1 + c % len(ids) for c in cuts}))
-        self.engine.submit(request(id, ids, max_tokens, restore=restore, cuts=cuts, hold_at_end=hold_at_end))
+        due_us = None if due_ms is None else self.now_ns // 1000 + 1000 * due_ms
+        more = {"due_us": due_us, "priority": self.count % 3, "share": "ab"[self.count % 2]}
+        self.engine.submit(request(id, ids, max_tokens, restore=restore, cuts=cuts, hold_at_end=hold_at_end, **more))
         self.turns[id] = Turn(ids, max_tokens, start, [])
 
     @rule(
@@ -77,9 +89,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 12),
         cuts=st.lists(st.integers(0, 40), max_size=3),
         hold_at_end=st.booleans(),
+        due_ms=st.none() | st.integers(-40_000, 400),
     )
-    def submit_cold(self, ids, max_tokens, cuts, hold_at_end):
-        self.submit(ids, max_tokens, None, 0, cuts, hold_at_end)
+    def submit_cold(self, ids, max_tokens, cuts, hold_at_end, due_ms):
+        self.submit(ids, max_tokens, None, 0, cuts, hold_at_end, due_ms)
 
     @rule(
         data=st.data(),

@@ -48,18 +48,31 @@ def test_a_request_in_the_middle_of_its_prompt_can_be_sent_away():
     assert log.hold_at("young", 50)
 
 
-def test_the_queue_is_served_in_order_even_if_a_later_one_would_fit():
+def test_a_large_request_whose_time_has_come_is_not_passed_by_small_ones_that_fit():
     engine = small(16)
     engine.submit(request("running", prompt(1, 30), 10, hold_at_end=False))
     log = Log()
     log.add(engine.step())
-    engine.submit(request("large", prompt(2, 50), 1, hold_at_end=False))
+    engine.submit(request("large", prompt(2, 50), 1, due_us=0, hold_at_end=False))
     engine.submit(request("small", prompt(3, 2), 1, hold_at_end=False))
     while "running" not in log.finished:
         assert not log.progress["small"]
         log.add(engine.step())
     run(engine, log)
     assert log.tokens["large"] == expected_tokens(prompt(2, 50), 1)
+
+
+def test_a_small_request_goes_before_a_large_one_that_has_time():
+    engine = small(24)
+    engine.submit(request("large", prompt(2, 60), 1, hold_at_end=False))
+    log = Log()
+    log.add(engine.step())
+    engine.submit(request("small", prompt(3, 2), 1, hold_at_end=False))
+    log.add(engine.step())
+    assert "small" in log.finished
+    assert log.progress["large"] == [16], "its next chunk waited"
+    run(engine, log)
+    assert log.tokens["large"] == expected_tokens(prompt(2, 60), 1)
 
 
 def test_what_can_never_fit_is_refused_and_what_just_fits_runs():

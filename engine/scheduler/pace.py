@@ -1,0 +1,151 @@
+"""What a step costs, learned from steps: decoding rows, prefill tokens and the context that they look back on.
+
+A least-squares fit of relative error that forgets. Numbers only; whoever has the clock calls `observe`. Times are µs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+KNEE = 64
+"""Prefill tokens up to which each may cost more: the first ones of a step pull in most of a layer's experts."""
+_SCALE = np.array((1.0, 1.0, 1 << 12, KNEE, 1 << 9, 1 << 20))
+"""Of the features: the step itself, rows, their context, tokens up to the knee, tokens, pairs."""
+_GUESS = np.array((5_000.0, 5_000.0, 0.0, 64_000.0, 512_000.0, 100_000.0))
+_FORGET = 0.98
+_PRIOR = 0.001
+"""Weight of what was known before, against the steps: enough to decide what they say nothing about, and no more."""
+_OUTLIER = 4.0
+_TRUSTED = 16
+"""Steps after which one that is far off counts as an interruption of the machine, and is only let in in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step. rows: decoding requests, context: tokens they look back on together. prefill: prompt tokens, pairs: sum over
+    them of the tokens before each."""
+
+    rows: int = 0
+    context: int = 0
+    prefill: int = 0
+    pairs: int = 0
+
+
+def pairs(start: int, end: int) -> int:
+    """Tokens that the prompt tokens [start, end) look back on, summed."""
+    return (end - start) * (start + end) // 2
+
+
+class Pace:
+    """The cost of steps on this machine with this model. Starts from a guess, or from what another process learned.
+
+    Steps with and without prefill are forgotten apart: a thousand decode steps say nothing about prefill and must not wash out
+    what is known of it. The weights are not negative, in units of _SCALE.
+    """
+
+    def __init__(self) -> None:
+        self._weights = _GUESS.copy()
+        self._seen = [0, 0]
+        size = len(_SCALE)
+        self._a = np.zeros((2, size, size))
+        self._b = np.zeros((2, size))
+        self._stale = False
+
+    @property
+    def seen(self) -> int:
+        """Steps with prefill that were learned from."""
+        return self._seen[1]
+
+    def observe(self, work: Work, us: int) -> None:
+        """A step took `us`."""
+        if not work.rows and not work.prefill:
+            return
+        kind = int(work.prefill > 0)
+        x = _features(1, work.rows, work.context, min(work.prefill, KNEE), work.prefill, work.pairs)
+        if self._seen[kind] >= _TRUSTED:
+            us = min(us, round(_OUTLIER * max(1.0, self._cost(x))))
+        x /= max(us, 1)  # relative error: a decode step counts as much as a long chunk
+        self._a[kind] *= _FORGET
+        self._a[kind] += np.outer(x, x)
+        self._b[kind] *= _FORGET
+        self._b[kind] += x
+        self._seen[kind] += 1
+        self._stale = True
+
+    def step_us(self, work: Work) -> int:
+        """What such a step is expected to take."""
+        prefill = work.prefill
+        return round(self._cost(_features(1, work.rows, work.context, min(prefill, KNEE), prefill, work.pairs)))
+
+    def prefill_us(self, context: int, tokens: int, chunk: int, rows: int = 0, rows_context: int = 0) -> int:
+        """Computing `tokens` prompt tokens behind `context`, in steps of `chunk`, beside decoding rows."""
+        if tokens <= 0:
+            return 0
+        steps = -(-tokens // max(1, chunk))
+        last = tokens - (steps - 1) * chunk
+        knees = (steps - 1) * min(chunk, KNEE) + min(last, KNEE)
+        back = pairs(context, context + tokens)
+        return round(self._cost(_features(steps, steps * rows, steps * rows_context, knees, tokens, back)))
+
+    def known(self) -> list[int]:
+        """What was learned, as integers to keep: six weights in ns, then steps seen without and with prefill."""
+        if self._stale:
+            self._solve()
+        return [*(round(float(w) * 1000) for w in self._weights), *self._seen]
+
+    def recall(self, known: Sequence[int]) -> None:
+        """Begin with what `known()` gave. Raises ValueError if it is not such a list."""
+        if len(known) != len(_SCALE) + 2 or any(not 0 <= n < 1 << 62 for n in known):
+            raise ValueError(f"known: {len(known)} numbers, {len(_SCALE) + 2} integers from 0 are expected")
+        self._weights = np.array(known[: len(_SCALE)]) / 1000
+        self._seen = list(known[len(_SCALE) :])
+
+    def _cost(self, x: np.ndarray) -> float:
+        if self._stale:
+            self._solve()
+        return float(x @ self._weights)
+
+    def _solve(self) -> None:
+        """Ridge towards the weights before; what would be negative is zero."""
+        self._stale = False
+        a, b = self._a.sum(0), self._b.sum(0)
+        ridge = _PRIOR * max(float(np.trace(a)) / len(a), 1e-30)
+        keep = np.arange(len(a))
+        found = self._weights
+        while len(keep):
+            found = np.linalg.solve(a[np.ix_(keep, keep)] + ridge * np.eye(len(keep)), b[keep] + ridge * self._weights[keep])
+            if (found >= 0).all():
+                break
+            keep = keep[found >= 0]
+        weights = np.zeros(len(a))
+        weights[keep] = found[: len(keep)]
+        self._weights = weights
+
+
+def _features(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=float) / _SCALE
+
+
+def chunk_within(limit_us: int, sizes: Sequence[int], cost: Callable[[int], int]) -> int:
+    """The largest of `sizes` (falling) whose step costs no more than limit_us.
+
+    Where even the smallest costs more, the largest that costs at most a quarter more than that: a pass over all experts is paid
+    for once, whatever it carries.
+    """
+    for size in sizes:
+        if cost(size) <= limit_us:
+            return size
+    floor = cost(sizes[-1])
+    return next(size for size in sizes if size == sizes[-1] or cost(size) * 4 <= floor * 5)
+
+
+def chunk_sizes(chunk: int, least: int) -> tuple[int, ...]:
+    """chunk and its halves down to `least`, falling. Multiples of a half include the multiples of the whole, so that shortened
+    chunks end on the same edges and some between."""
+    sizes = [chunk]
+    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= least:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)

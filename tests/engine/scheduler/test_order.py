@@ -1,0 +1,102 @@
+"""Who goes first, as arithmetic: a total order, deadlines before cost, fair shares, and nobody starves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler.order import GRACE_US, NEAR_US, Claim, deadline, order, pressed
+
+SECOND = 1_000_000
+times = st.integers(0, 100 * SECOND)
+costs = st.integers(0, 20 * SECOND)
+
+
+@st.composite
+def some_claims(draw, most=12):
+    count = draw(st.integers(1, most))
+    return [
+        Claim(draw(times), draw(costs), draw(st.sampled_from("abc")), draw(st.integers(-2, 2)), arrival)
+        for arrival in range(count)
+    ]
+
+
+@given(claims=some_claims(), now=times, data=st.data())
+def test_order_is_a_permutation_that_does_not_depend_on_how_the_claims_are_listed(claims, now, data):
+    found = [claims[i] for i in order(claims, now)]
+    assert sorted(c.arrival for c in found) == list(range(len(claims)))
+    shuffled = data.draw(st.permutations(claims))
+    assert [shuffled[i] for i in order(shuffled, now)] == found
+
+
+@given(claims=some_claims(), now=times)
+def test_pressed_turns_go_first_and_by_deadline(claims, now):
+    found = [claims[i] for i in order(claims, now)]
+    flags = [pressed(c, now) for c in found]
+    assert flags == sorted(flags, reverse=True)
+    first = [deadline(c, now) // NEAR_US for c in found if pressed(c, now)]
+    assert first == sorted(first)
+
+
+@given(claims=some_claims(), now=times)
+def test_within_a_share_cheaper_turns_go_first_if_nothing_presses(claims, now):
+    found = [c for c in (claims[i] for i in order(claims, now)) if not pressed(c, now)]
+    for share in "abc":
+        octaves = [c.cost.bit_length() for c in found if c.share == share]
+        assert octaves == sorted(octaves)
+
+
+@given(claims=some_claims(), now=times, cost=costs)
+def test_once_its_second_deadline_is_over_no_turn_that_comes_later_goes_before_a_turn(claims, now, cost):
+    """Nothing starves: what may still go first was there, or was due, long before."""
+    old = Claim(now - GRACE_US - SECOND, cost, "a", -100, -1)
+    newer = [Claim(now + c.due, c.cost, c.share, 100, c.arrival) for c in claims]
+    assert order([*newer, old], now)[0] == len(newer)
+
+
+@given(flood=st.integers(2, 30), cost=st.integers(SECOND, 2 * SECOND))
+def test_many_turns_of_one_share_stand_once_before_the_turn_of_another(flood, cost):
+    far = 3600 * SECOND
+    many = [Claim(far, cost, "many", 0, i) for i in range(flood)]
+    few = Claim(far, cost, "few", 0, flood)
+    assert order([*many, few], 0).index(flood) <= 1
+
+
+def test_priority_decides_between_equals_only():
+    near = [Claim(SECOND, 950_000, "a", 0, 0), Claim(SECOND + 1000, 950_000, "b", 1, 1)]
+    assert order(near, 0) == [1, 0]
+    apart = [Claim(SECOND, 950_000, "a", 0, 0), Claim(2 * SECOND, 1_950_000, "b", 1, 1)]
+    assert order(apart, 0) == [0, 1]
+    easy = [Claim(90 * SECOND, 1000, "a", 0, 0), Claim(90 * SECOND, 1020, "b", 1, 1), Claim(90 * SECOND, 9000, "c", 9, 2)]
+    assert order(easy, 0) == [1, 0, 2]
+
+
+def test_a_turn_that_cannot_be_on_time_lets_those_pass_that_can():
+    late, in_time = Claim(SECOND, 3 * SECOND, "a", 0, 0), Claim(4 * SECOND, 3 * SECOND, "b", 0, 1)
+    assert order([late, in_time], 0) == [1, 0]
+    assert order([late, Claim(60 * SECOND, SECOND, "c", 0, 2)], GRACE_US - 2 * SECOND) == [0, 1], "until it has waited enough"
+
+
+@given(arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=25))
+def test_a_server_that_follows_the_order_never_idles_and_serves_everybody(arrivals):
+    """One server, 100 ms at a time, switching whenever the order says so."""
+    tick = 100_000
+    todo = [Claim(t * SECOND + d * SECOND, c * tick, str(i % 3), 0, i) for i, (t, c, d) in enumerate(arrivals)]
+    begins = {i: t * SECOND for i, (t, _, _) in enumerate(arrivals)}
+    left = {c.arrival: c.cost for c in todo}
+    now, idle = 0, 0
+    while left:
+        there = [
+            Claim(c.due, left[c.arrival], c.share, 0, c.arrival) for c in todo if c.arrival in left and begins[c.arrival] <= now
+        ]
+        if there:
+            chosen = there[order(there, now)[0]]
+            left[chosen.arrival] -= tick
+            if left[chosen.arrival] <= 0:
+                del left[chosen.arrival]
+        else:
+            idle += 1
+        now += tick
+    total = sum(c.cost for c in todo)
+    assert now == total + idle * tick
+    assert now <= max(begins.values()) + total + tick

@@ -1,0 +1,104 @@
+"""The learned cost of steps against machines whose cost is known."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler.pace import KNEE, Pace, Work, chunk_sizes, chunk_within, pairs
+
+
+def laptop(work: Work) -> float:
+    """A machine with experts in host memory: few tokens cost nearly as much as a chunk."""
+    us = 20_000.0 + 3000 * work.rows + work.context / 4
+    if work.prefill:
+        us += 7000 * min(work.prefill, KNEE) + 900 * work.prefill + work.pairs / 40
+    return us
+
+
+def small(work: Work) -> float:
+    return 2500.0 + 900 * work.rows + work.context / 20 + 420 * work.prefill + work.pairs / 100
+
+
+def some_work(rng: random.Random, mixed: bool = True) -> Work:
+    rows = rng.choice((0, 0, 1, 2, 4, 8)) if mixed else rng.choice((1, 2, 4, 8))
+    prefill = rng.choice((8, 64, 128, 256, 512, 300, 17)) if mixed or not rows else 0
+    start = rng.randrange(30_000)
+    return Work(rows, rows * rng.randrange(8000), prefill, pairs(start, start + prefill) if prefill else 0)
+
+
+@pytest.mark.parametrize("machine", [laptop, small])
+def test_after_some_steps_any_step_is_predicted(machine) -> None:
+    rng, pace = random.Random(1), Pace()
+    for number in range(300):
+        work = some_work(rng, mixed=number % 3 == 0)
+        pace.observe(work, round(machine(work) * rng.uniform(0.9, 1.1)))
+    errors = sorted(abs(pace.step_us(work) / machine(work) - 1) for work in (some_work(rng) for _ in range(200)))
+    assert errors[100] < 0.08
+    assert errors[190] < 0.25
+
+
+@pytest.mark.parametrize("machine", [laptop, small])
+def test_a_whole_prompt_costs_what_its_steps_cost(machine) -> None:
+    rng, pace = random.Random(2), Pace()
+    for number in range(300):
+        work = some_work(rng, mixed=number % 3 == 0)
+        pace.observe(work, round(machine(work)))
+    for context, tokens, chunk in ((0, 30_000, 512), (9_000, 700, 256), (500, 8, 512)):
+        true = 0.0
+        for start in range(context, context + tokens, chunk):
+            end = min(start + chunk, context + tokens)
+            true += machine(Work(2, 4000, end - start, pairs(start, end)))
+        assert pace.prefill_us(context, tokens, chunk, 2, 4000) == pytest.approx(true, rel=0.12)
+    assert pace.prefill_us(100, 0, 512) == 0
+
+
+def test_it_follows_a_machine_that_becomes_slower_and_shrugs_off_one_interruption() -> None:
+    pace = Pace()
+    work = Work(0, 0, 512, pairs(0, 512))
+    for _ in range(60):
+        pace.observe(work, 100_000)
+    pace.observe(work, 5_000_000)
+    assert pace.step_us(work) < 120_000
+    for _ in range(300):
+        pace.observe(work, 300_000)
+    assert pace.step_us(work) == pytest.approx(300_000, rel=0.1)
+
+
+def test_what_is_kept_gives_the_same_answers() -> None:
+    rng, pace = random.Random(3), Pace()
+    for _ in range(100):
+        work = some_work(rng)
+        pace.observe(work, round(small(work)))
+    again = Pace()
+    before = pace.step_us(Work(2, 5000, 256, pairs(900, 1156)))
+    again.recall(pace.known())
+    assert again.step_us(Work(2, 5000, 256, pairs(900, 1156))) == pytest.approx(before, rel=1e-3)
+    assert again.seen == pace.seen
+    for bad in ([], [1] * 7, [-1] * 8, [1 << 63] * 8):
+        with pytest.raises(ValueError, match="known"):
+            again.recall(bad)
+
+
+@given(chunk=st.integers(1, 4096), least=st.integers(1, 512), start=st.integers(0, 5000), length=st.integers(1, 5000))
+def test_shorter_chunks_keep_every_edge_of_the_whole_ones(chunk, least, start, length):
+    sizes = chunk_sizes(chunk, min(least, chunk))
+    assert sizes[0] == chunk
+    assert all(a == 2 * b for a, b in pairwise(sizes))
+    whole = {p for p in range(start, start + length) if p % chunk == 0}
+    assert all(whole <= {p for p in range(start, start + length) if p % size == 0} for size in sizes)
+
+
+@given(fixed=st.integers(0, 500), each=st.integers(0, 20), limit=st.integers(0, 5000))
+def test_the_largest_chunk_within_the_limit_or_the_most_that_costs_little_more(fixed, each, limit):
+    sizes = chunk_sizes(512, 64)
+    chosen = chunk_within(limit, sizes, lambda size: fixed + each * size)
+    within = [size for size in sizes if fixed + each * size <= limit]
+    if within:
+        assert chosen == within[0]
+    else:
+        assert (fixed + each * chosen) * 4 <= (fixed + each * 64) * 5
