@@ -1,25 +1,33 @@
 """Routed experts on the CPU: the C++ executor against torch (`F.linear` per expert), same bf16 bank, same routes.
 
-    python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--huge-pages] [--record]
+    python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--pages file] [--record]
 
 2048 x 512 experts, top-8 of 256 (1.6 GB). Every round draws new routes, so weights come from memory and not from a cache;
-the two alternate within a round and the figure is the ratio of each pair.
+the two alternate within a round and the figure is the ratio of each pair. --pages: where the bank lies, for both. `file` is a
+mapped checkpoint, as the engine has it (in huge pages if the file system gives them: `huge_share` says how much is); `small`
+and `huge` are memory of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from benchmarks.common import report, spread
 from engine.kernels import cpu
 from engine.moe.banks import ExpertBank
 from engine.moe.cpu_executor import CpuExecutor
+from engine.weights.reader import CheckpointReader
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 512, 256, 8
 
@@ -35,18 +43,52 @@ def torch_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ban
     return out
 
 
-def random_bank(huge_pages: bool) -> ExpertBank:
+def random_bank(pages: str, scratch: Path) -> ExpertBank:
+    """pages: file, small or huge."""
+    empty = cpu.huge_empty if pages == "huge" else torch.empty
     generator = torch.Generator().manual_seed(0)
-    gate_up = torch.empty(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.bfloat16)
-    down = torch.empty(EXPERTS, HIDDEN, INTER, dtype=torch.bfloat16)
+    gate_up = empty(EXPERTS, 2 * INTER, HIDDEN, dtype=torch.bfloat16)
+    down = empty(EXPERTS, HIDDEN, INTER, dtype=torch.bfloat16)
     gate_up[0].normal_(std=HIDDEN**-0.5, generator=generator)
     down[0].normal_(std=INTER**-0.5, generator=generator)
     # The values do not matter for speed; copies make a bank of this size in a second instead of twenty.
     gate_up[1:] = gate_up[0]
     down[1:] = down[0]
-    if huge_pages:
-        gate_up, down = cpu.huge_copy(gate_up), cpu.huge_copy(down)
-    return ExpertBank(gate_up, down)
+    if pages != "file":
+        return ExpertBank(gate_up, down)
+    path = scratch / "model.safetensors"
+    save_file({"gate_up": gate_up, "down": down}, path)
+    forget(path)
+    reader = CheckpointReader(scratch)
+    reader.advise(cpu.advise_huge)
+    for name in reader.names():
+        reader.raw(name).view(torch.int64).sum()  # read it from disk, as loading does
+    return ExpertBank(reader.tensor("gate_up"), reader.tensor("down"))
+
+
+def forget(path: Path) -> None:
+    """Drop a file from the page cache, as after a restart of the machine: what was just written lies there in small pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def huge_share(bank: ExpertBank) -> float | None:
+    """How much of a bank's memory is mapped in huge pages, None where the system does not say."""
+    try:
+        maps = Path("/proc/self/smaps").read_text()
+    except OSError:
+        return None
+    places = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (bank.gate_up, bank.down)]
+    resident = huge = 0
+    for about in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", maps, flags=re.M)[1:]:
+        start, end = (int(x, 16) for x in about.split(" ", 1)[0].split("-"))
+        if any(start < b and a < end for a, b in places):
+            sizes = {key: int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB", about, flags=re.M)}
+            resident += sizes["Rss"]
+            huge += sizes["AnonHugePages"] + sizes["FilePmdMapped"]
+    return round(huge / max(1, resident), 3)
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,7 +101,7 @@ def seconds(run: Experts, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, huge_pages: bool, record: bool) -> None:
+def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, pages: str, record: bool) -> None:
     executor = CpuExecutor(bank)
     cpu.set_threads(threads)
     torch.set_num_threads(threads)
@@ -93,7 +135,8 @@ def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, huge_page
         "experts": EXPERTS,
         "top_k": TOP_K,
         "dtype": "bf16",
-        "huge_pages": huge_pages,
+        "pages": pages,
+        "huge_share": huge_share(bank),
     }
     report("executor", f"experts of {HIDDEN} x {INTER}", workload, figures, record)
 
@@ -104,17 +147,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--isa", nargs="+", choices=cpu.ISAS, help="instruction sets to measure (default: the best)")
-    parser.add_argument("--huge-pages", action="store_true", help="keep the bank in 2 MiB pages, for both")
+    parser.add_argument("--pages", choices=("file", "small", "huge"), default="file", help="where the bank lies, for both")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     if not cpu.available():
         parser.exit(1, f"no C++ library: {cpu.reason()}\n")
-    bank = random_bank(arguments.huge_pages)
-    for isa in arguments.isa or [None]:
-        cpu.set_isa(isa)
-        for threads in arguments.threads:
-            for tokens in arguments.tokens:
-                measure(bank, tokens, threads, arguments.repeats, arguments.huge_pages, arguments.record)
+    with tempfile.TemporaryDirectory() as scratch:
+        bank = random_bank(arguments.pages, Path(scratch))
+        for isa in arguments.isa or [None]:
+            cpu.set_isa(isa)
+            for threads in arguments.threads:
+                for tokens in arguments.tokens:
+                    measure(bank, tokens, threads, arguments.repeats, arguments.pages, arguments.record)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     reader = CheckpointReader(directory)
     wanted = "float32" if config.backend == "reference" else config.dtype
     form = formats.choose(described, _embedding_dtype(reader), wanted)
-    weights = Weights(reader, form.dtype)
+    if config.backend == "cpu":
+        reader.advise(cpu.advise_huge)
+    weights = Weights(reader, form.dtype, cpu.huge_empty if config.backend == "cpu" else torch.empty)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
     own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
     if config.backend == "cpu":

@@ -7,6 +7,7 @@ inside multimodal checkpoints (`model.language_model.…`), whose other parts ar
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ class Weights:
     """Tensors by the names they have in the plain text model (`model.layers.0.…`).
 
     dtype: what large tensors are converted to; those already in it stay views of the mapped file.
+    empty(*shape, dtype=…): gives the memory that experts are put together in, where the file has one tensor for each.
     Everything handed out is counted in `parameters` and hashed into `digest`.
     """
 
-    def __init__(self, reader: CheckpointReader, dtype: torch.dtype) -> None:
+    def __init__(self, reader: CheckpointReader, dtype: torch.dtype, empty: Callable[..., torch.Tensor] = torch.empty) -> None:
         self._reader = reader
+        self._empty = empty
         self.dtype = dtype
         self.parameters = 0
         self._fingerprint = Fingerprint()
@@ -78,8 +81,8 @@ class Weights:
             raise CheckpointError(
                 f"{self._reader.directory}: tensor {prefix}.gate_up_proj is missing, and so is {prefix}.0.gate_proj.weight"
             )
-        gate_up = torch.empty(count, 2 * inter, hidden, dtype=self.dtype)
-        down = torch.empty(count, hidden, inter, dtype=self.dtype)
+        gate_up = self._empty(count, 2 * inter, hidden, dtype=self.dtype)
+        down = self._empty(count, hidden, inter, dtype=self.dtype)
         for e in range(count):
             gate_up[e, :inter] = self._take(f"{prefix}.{e}.gate_proj.weight", (inter, hidden))
             gate_up[e, inter:] = self._take(f"{prefix}.{e}.up_proj.weight", (inter, hidden))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ class CheckpointReader:
             return self._tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.directory}: tensor {name!r} is missing") from None
+
+    def advise(self, advice: Callable[[torch.Tensor], object]) -> None:
+        """Call advice(bytes of a file) for each mapped file. To be done before any tensor is read."""
+        for mapped in self._maps.values():
+            advice(mapped)
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor's bytes, uint8 [nbytes], a view of the mapped file. Never write into it."""

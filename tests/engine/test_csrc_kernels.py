@@ -333,11 +333,6 @@ def test_threads_change_no_bit() -> None:
         cpu.set_threads(1)
 
 
-def test_a_copy_in_huge_pages_is_a_copy() -> None:
-    for tensor in (randn(3, 5), randn(1100, 1000, dtype=torch.bfloat16)[:, 1:]):
-        assert torch.equal(cpu.huge_copy(tensor), tensor)
-
-
 def test_bad_tensors_are_refused_with_their_numbers() -> None:
     x = randn(4, 10)
     with pytest.raises(ShapeMismatch, match=r"x has shape \[4, 10\], expected \[any, 11\]"):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError, EngineError, Unsupported
+from engine.kernels import cpu
 from engine.models import registry
 from engine.weights.fingerprint import Fingerprint
 from engine.weights.reader import CheckpointReader
@@ -131,6 +132,33 @@ def test_large_tensors_are_views_of_the_mapped_file(qwen3):
     reader = CheckpointReader(qwen3)
     name = next(n for n in reader.names() if n.endswith("lm_head.weight"))
     assert reader.tensor(name).untyped_storage().data_ptr() == reader.raw(name).untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["fused", "single"])
+def test_huge_pages_are_asked_for_before_weights_are_read(qwen3, layout, monkeypatch):
+    if layout == "fused":
+        rewrite(qwen3, fuse_experts(tensors(qwen3)))
+    happened: list[object] = []
+    read = CheckpointReader.raw
+
+    def raw(self: CheckpointReader, name: str) -> torch.Tensor:
+        happened.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(CheckpointReader, "raw", raw)
+    monkeypatch.setattr(cpu, "advise_huge", lambda tensor: happened.append(tuple(tensor.shape)))
+    load(qwen3, backend="cpu")
+    assert happened[0] == ((qwen3 / "model.safetensors").stat().st_size,)
+    banks = [(8, 64, 64), (8, 64, 32)] * 2 if layout == "single" else []  # two layers have experts
+    assert [entry for entry in happened[1:] if isinstance(entry, tuple)] == banks
+
+
+def test_memory_in_huge_pages_is_memory():
+    for shape, dtype in (((3, 5), torch.float32), ((1100, 1000, 2), torch.bfloat16)):
+        tensor = cpu.huge_empty(*shape, dtype=dtype)
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        tensor.fill_(2)
+        assert float(tensor.sum(dtype=torch.float64)) == 2 * tensor.numel()
 
 
 def refused(directory: Path, kind: type[EngineError] = CheckpointError) -> str:
