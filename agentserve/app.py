@@ -21,11 +21,11 @@ from agentserve.listen import listen
 from agentserve.metrics import Metrics
 from agentserve.security import load_tokens
 from agentserve.server import DrainingServer, create_app, uvicorn_config
+from agentserve.services import Services
 from agentserve.session.database import connect, upgrade
 from agentserve.session.store import SqlStore
 from agentserve.text.errors import TextError
 from agentserve.text.model_text import ModelText
-from agentserve.turn import Services
 from agentserve.worker.client import WorkerClient
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.supervisor import Supervisor

@@ -1,6 +1,7 @@
 """One WebSocket: reads frames, runs turns in lanes, writes events. The rules are protocol/machine.py's; this is the I/O.
 
-A refused frame is answered with `error` and the socket stays open. When the client leaves, its turns stop within one step.
+A refused frame is answered with `error` and the socket stays open. When the client leaves, turns that nobody else follows stop
+within one step, but for detached ones.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from msgspec import UNSET, Struct, UnsetType
 
+from agentserve.context import LocalResponses
 from agentserve.errors import ApiError, InvalidStreamId, InvalidValue, NotFound, RateLimitExceeded, ServerError
+from agentserve.follow import follow
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
 from agentserve.protocol.codec import encode, error_frame
 from agentserve.protocol.decode import decode_frame, peek
 from agentserve.protocol.machine import Lanes, stream_id_of
-from agentserve.protocol.responses import ResponseCancel, ResponseCreate, ResponseSteer
+from agentserve.protocol.responses import FollowFrame, ResponseCancel, ResponseCreate, ResponseSteer
 from agentserve.protocol.server_events import Event, SteerEcho, SteerError, SteerFailed
-from agentserve.request import LocalResponses, TurnRequest, accept
+from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send, refuse
-from agentserve.turn import Services, run_turn
+from agentserve.services import Services
+from agentserve.turn import run_turn
 from agentserve.websocket import EXTENSION, DirectSocket
 
 log = logging.getLogger(__name__)
@@ -66,6 +71,19 @@ class Sockets:
         return len(self._open)
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A response that is told again on a lane. id: the response's. after: number of the last event that the client has."""
+
+    id: str
+    stream_id: str | UnsetType
+    after: int
+
+
+Job = TurnRequest | Followed
+"""What takes its turn in a lane."""
+
+
 class Connection:
     """One accepted socket. It is also the Sink of its turns."""
 
@@ -78,8 +96,8 @@ class Connection:
         self._send = send
         self._headers: Mapping[str, str] = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
-        self._lanes: Lanes[TurnRequest] = Lanes(limits.lanes, limits.waiting_turns)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._writer: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -128,23 +146,17 @@ class Connection:
             self._lanes.close()
             self._outbox.close(drop=True)
             writer.cancel()
-            running = [self._stop(request_id, task) for request_id, task in tuple(self._tasks.items())]
-            await asyncio.gather(writer, *(t for t in running if t is not None), return_exceptions=True)
-            log.info("socket closed code=%d stopped_turns=%d", code, len([t for t in running if t is not None]))
+            running = tuple(self._tasks)
+            for task in running:
+                task.cancel()  # leaves the turn: it stops unless it is detached or others follow it
+            await asyncio.gather(writer, *running, return_exceptions=True)
+            log.info("socket closed code=%d left_turns=%d", code, len(running))
 
     def drain(self) -> None:
         self._draining = True
         self._lanes.close()
         if not self._lanes.all_active():
             self._close(CLOSE_RESTART, "the server restarts")
-
-    def _stop(self, request_id: str, task: asyncio.Task[None]) -> asyncio.Task[None] | None:
-        """Stop a turn whose client left, unless it asked to go on without one."""
-        turn = self.services.active.get(request_id)
-        if turn is not None and turn.request.options.detach:
-            return None
-        task.cancel()
-        return task
 
     async def _write(self) -> None:
         """Send what could not be sent at once."""
@@ -185,6 +197,9 @@ class Connection:
             if isinstance(frame, ResponseCancel):
                 self._cancel(frame, lane)
                 return False
+            if isinstance(frame, FollowFrame):
+                self._submit(Followed(frame.response_id, lane, frame.starting_after))
+                return False
             self._steer(frame, lane)
         except InvalidStreamId as error:
             self._refuse(error, UNSET)
@@ -196,24 +211,30 @@ class Connection:
         return True
 
     def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
-        request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
-        if self._lanes.submit(lane, request):
-            self._begin(request)
+        self._submit(accept(frame, self.principal, self.services.config, self._headers, websocket=True))
 
-    def _begin(self, request: TurnRequest) -> None:
-        self._tasks[request.id] = asyncio.create_task(self._turn(request), name=f"turn-{request.id}")
+    def _submit(self, job: Job) -> None:
+        if self._lanes.submit(job.stream_id, job):
+            self._begin(job)
 
-    async def _turn(self, request: TurnRequest) -> None:
+    def _begin(self, job: Job) -> None:
+        task = asyncio.create_task(self._run(job), name=f"socket-{job.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: Job) -> None:
         try:
-            await run_turn(request, self.services, self, self.local)
+            if isinstance(job, TurnRequest):
+                await run_turn(job, self.services, self, self.local)
+            else:
+                await follow(self.services, self.principal.id, job.id, self, after=job.after, stream_id=job.stream_id)
         except ApiError as error:
-            self._refuse(error, request.stream_id)
+            self._refuse(error, job.stream_id)
         except Exception as exc:
-            log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
-            self._refuse(ServerError("the server failed before this turn began; retry"), request.stream_id)
+            log.exception("turn broke response=%s error=%s", job.id, type(exc).__name__)
+            self._refuse(ServerError("the server failed before this turn began; retry"), job.stream_id)
         finally:
-            del self._tasks[request.id]
-            following = self._lanes.finished(request.stream_id)
+            following = self._lanes.finished(job.stream_id)
             if following is not None:
                 self._begin(following)
             elif self._draining and not self._lanes.all_active():
@@ -222,8 +243,8 @@ class Connection:
     def _cancel(self, frame: ResponseCancel, lane: str | UnsetType) -> None:
         response_id = frame.response_id
         if response_id is None:
-            request = self._lanes.active(lane)
-            response_id = None if request is None else request.id
+            job = self._lanes.active(lane)
+            response_id = None if job is None else job.id
         turn = None if response_id is None else self.services.active.get(response_id)
         if turn is None or turn.request.principal.id != self.principal.id:
             raise NotFound("no such response is running", "response_id")

@@ -28,6 +28,10 @@ from agentserve.protocol.items import (
 from agentserve.protocol.machine import ResponseOrder
 from agentserve.protocol.responses import ErrorDetail, IncompleteDetails, ResponseBody, Usage
 
+IN_PROGRESS, QUEUED, OPENED, CLOSED = 0, -1, -2, -3
+Cut = int | ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport
+"""What was sent after `created`: one of the four above, a delta of so many characters, or one of our own events."""
+
 
 def new_id(prefix: str) -> str:
     """A fresh id like `msg_…`, unique over all sessions (120 random bits)."""
@@ -37,13 +41,15 @@ def new_id(prefix: str) -> str:
 class ResponseEvents:
     """Events of one response.
 
-    body: the response object as it stands; `output` grows as items close.
+    body: the response object as it stands; `output` grows as items close. begun: as it was at first.
+    cuts: what was sent so far, from which replay.py tells it again.
     put: takes every event, in order; must not block.
     stream_id: echoed in each event unless UNSET.
     """
 
     def __init__(self, body: ResponseBody, put: Callable[[ev.Event], None], stream_id: str | UnsetType = UNSET) -> None:
-        self.body = body
+        self.body = self.begun = body
+        self.cuts: list[Cut] = []
         self.order = ResponseOrder()
         self._put = put
         self._lane = stream_id
@@ -63,10 +69,12 @@ class ResponseEvents:
     def in_progress(self) -> None:
         self.body = msgspec.structs.replace(self.body, status="in_progress")
         self._life(ev.InProgress, "response.in_progress")
+        self.cuts.append(IN_PROGRESS)
 
     def queued(self) -> None:
         self.body = msgspec.structs.replace(self.body, status="queued")
         self._life(ev.Queued, "response.queued")
+        self.cuts.append(QUEUED)
 
     @property
     def waiting(self) -> bool:
@@ -81,6 +89,11 @@ class ResponseEvents:
     @property
     def output(self) -> tuple[OutputItem, ...]:
         return tuple(self._output)
+
+    @property
+    def written(self) -> tuple[OutputItem, ...]:
+        """The output with what there is of the item that is being written."""
+        return self.output if self._open is None else (*self._output, self._item("in_progress"))
 
     def finished(
         self,
@@ -109,6 +122,8 @@ class ResponseEvents:
         """Terminal event of a finished response."""
         if self.body.status == "completed":
             self._life(ev.Completed, "response.completed")
+        elif self.body.status == "failed":
+            self._life(ev.Failed, "response.failed")
         else:
             self._life(ev.Incomplete, "response.incomplete")
 
@@ -119,7 +134,7 @@ class ResponseEvents:
         self.body = msgspec.structs.replace(
             self.body, status="failed", output=self.output, error=detail, usage=usage, incomplete_details=None
         )
-        self._life(ev.Failed, "response.failed")
+        self.end()
 
     def _life(
         self, kind: type[ev.Created | ev.InProgress | ev.Queued | ev.Completed | ev.Incomplete | ev.Failed], name: str
@@ -129,11 +144,13 @@ class ResponseEvents:
     # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, delta: Delta, logprobs: Sequence[Any] = ()) -> None:
-        """One delta. A change of kind closes the item that was open. logprobs: of the text in this delta."""
+        """One delta; an empty one is none. A change of kind closes the open item. logprobs: of the text in this delta."""
+        if isinstance(delta, TextDelta | ReasoningDelta | CallDelta) and not delta.text:
+            return
         if type(delta) is TextDelta:
             if self._open != "message":
                 self._open_message()
-            self._text.append(delta.text)
+            self._add(delta.text)
             marks = tuple(logprobs)
             self._logprobs.extend(marks)
             self._put(
@@ -150,7 +167,7 @@ class ResponseEvents:
         elif type(delta) is ReasoningDelta:
             if self._open != "reasoning":
                 self._open_item("reasoning", "rs")
-            self._text.append(delta.text)
+            self._add(delta.text)
             self._put(
                 ev.ReasoningTextDelta(
                     sequence_number=self.order.advance("response.reasoning_text.delta"),
@@ -162,7 +179,7 @@ class ResponseEvents:
                 )
             )
         elif type(delta) is CallDelta:
-            self._text.append(delta.text)
+            self._add(delta.text)
             custom = self._open == "custom_tool_call"
             kind = ev.CustomToolCallInputDelta if custom else ev.FunctionCallArgumentsDelta
             name = "response.custom_tool_call_input.delta" if custom else "response.function_call_arguments.delta"
@@ -183,25 +200,41 @@ class ResponseEvents:
         elif type(delta) is CallClose:
             self.close_item()
 
-    def whole_item(self, item: OutputItem) -> None:
-        """Replay a stored item as its events, with its own ids and one delta."""
+    def _add(self, text: str) -> None:
+        self._text.append(text)
+        self.cuts.append(len(text))
+
+    def begin(self, item: OutputItem) -> None:
+        """Open an item that exists already, under its own ids."""
         self.close_item()
         self._item_id = item.id or new_id("item")
         if isinstance(item, FunctionCall | CustomToolCall):
             self._name, self._call_id = item.name, item.call_id
-            text = item.arguments if isinstance(item, FunctionCall) else item.input
             self._open_item("function_call" if isinstance(item, FunctionCall) else "custom_tool_call", None)
-            if text:
-                self.write(CallDelta(text))
         elif isinstance(item, Reasoning):
             self._open_item("reasoning", None)
-            if item.text:
-                self.write(ReasoningDelta(item.text))
         else:
             self._open_message(None)
-            if item.text:
-                self.write(TextDelta(item.text))
+
+    def write_text(self, text: str) -> None:
+        """More of the open item."""
+        kind = {"message": TextDelta, "reasoning": ReasoningDelta}.get(self._open or "", CallDelta)
+        self.write(kind(text))
+
+    def close_as(self, item: OutputItem) -> None:
+        """Close it as it was closed before."""
+        if isinstance(item, Message):
+            self._logprobs = [mark for part in item.content if isinstance(part, OutputText) for mark in part.logprobs]
         self.close_item(item.status or "completed")
+
+    def again(self, event: ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport) -> None:
+        """One of our own events that was sent before."""
+        number = self.order.advance(ev.type_of(event))
+        self._own(msgspec.structs.replace(event, sequence_number=number, stream_id=self._lane))
+
+    def _own(self, event: ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport) -> None:
+        self.cuts.append(event)
+        self._put(event)
 
     def _open_item(self, kind: str, prefix: str | None) -> None:
         self.close_item()
@@ -209,6 +242,7 @@ class ResponseEvents:
             self._item_id = new_id(prefix)
         number = self.order.advance(f"added:{kind}")
         self._open = kind
+        self.cuts.append(OPENED)
         self._put(
             ev.OutputItemAdded(
                 sequence_number=number,
@@ -291,6 +325,7 @@ class ResponseEvents:
             )
         )
         self._output.append(item)
+        self.cuts.append(CLOSED)
         self._open = None
         self._text = []
         self._logprobs = []
@@ -310,7 +345,7 @@ class ResponseEvents:
     # ── ours ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def progress(self, *, processed: int, total: int, cached: int, queued: int, eta_ms: int) -> None:
-        self._put(
+        self._own(
             ev.PrefillProgress(
                 sequence_number=self.order.advance("agentserve.prefill.progress"),
                 stream_id=self._lane,
@@ -325,7 +360,7 @@ class ResponseEvents:
 
     def cache_report(self, **fields: Any) -> None:
         """fields: those of server_events.CacheReport but the common ones."""
-        self._put(
+        self._own(
             ev.CacheReport(
                 sequence_number=self.order.advance("agentserve.cache.report"),
                 stream_id=self._lane,
@@ -335,7 +370,7 @@ class ResponseEvents:
         )
 
     def deadline(self, *, deadline_ms: int, predicted_ttft_ms: int | None, elapsed_ms: int, status: str) -> None:
-        self._put(
+        self._own(
             ev.DeadlineReport(
                 sequence_number=self.order.advance("agentserve.deadline"),
                 stream_id=self._lane,
@@ -346,6 +381,13 @@ class ResponseEvents:
                 status=status,
             )
         )
+
+
+def text_of(item: OutputItem) -> str:
+    """What an item's deltas carry."""
+    if isinstance(item, FunctionCall):
+        return item.arguments
+    return item.input if isinstance(item, CustomToolCall) else item.text
 
 
 def _failure_type(failure: TurnFailure) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from agentserve.http import json_response
-from agentserve.turn import Services
+from agentserve.services import Services
 
 
 def healthz() -> Response:

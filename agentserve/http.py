@@ -6,12 +6,13 @@ What the answer looks like is a Wire's business: Responses here, the other APIs 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agentserve.audience import Nowhere, Sink
 from agentserve.errors import (
     ApiError,
     ContextTooLong,
@@ -23,13 +24,15 @@ from agentserve.errors import (
 )
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
+from agentserve.prompt import count_tokens
 from agentserve.protocol.codec import encode, error_body_for, sse
 from agentserve.protocol.decode import check_members, decode
 from agentserve.protocol.responses import ErrorDetail, InputTokens, ResponseBody, ResponseCreate
-from agentserve.protocol.server_events import Event
+from agentserve.protocol.server_events import Created, Event
 from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send
-from agentserve.turn import Services, count_tokens, run_turn
+from agentserve.services import Services
+from agentserve.turn import run_turn
 
 T = TypeVar("T")
 
@@ -132,25 +135,35 @@ async def count(turn: TurnRequest, services: Services) -> int:
 async def answer_turn(request: Request, turn: TurnRequest, services: Services, wire: Wire) -> Response:
     """Run an accepted turn, streamed if it asked for that."""
     if turn.create.stream:
-        return EventStream(turn, services, wire)
+        return EventStream(lambda sink: run_turn(turn, services, sink), services, wire)
+    if turn.create.background:
+        return wire.whole(await _begun(turn, services))
     return await _whole(request, turn, services, wire)
 
 
-class _Nowhere:
-    """Sink of a turn whose events nobody follows."""
+class _First(Nowhere):
+    """Knows the response object of the first event."""
 
-    pressed = False
-    full = False
+    def __init__(self) -> None:
+        self.body: asyncio.Future[ResponseBody] = asyncio.get_running_loop().create_future()
 
     def put(self, event: Event) -> None:
-        pass
+        if isinstance(event, Created) and not self.body.done():
+            self.body.set_result(event.response)
 
-    async def room(self) -> None:
-        pass
+
+async def _begun(turn: TurnRequest, services: Services) -> ResponseBody:
+    """Start a turn that goes on by itself; the response object at its creation. Raises ApiError if it is not created."""
+    first = _First()
+    task = asyncio.create_task(run_turn(turn, services, first), name=f"background-{turn.id}")
+    services.background.add(task)
+    task.add_done_callback(services.background.discard)
+    await asyncio.wait({task, first.body}, return_when=asyncio.FIRST_COMPLETED)
+    return first.body.result() if first.body.done() else task.result()
 
 
 async def _whole(request: Request, turn: TurnRequest, services: Services, wire: Wire) -> Response:
-    task = asyncio.create_task(run_turn(turn, services, _Nowhere()), name=f"turn-{turn.id}")
+    task = asyncio.create_task(run_turn(turn, services, Nowhere()), name=f"http-{turn.id}")
     gone = asyncio.create_task(_disconnected(request.receive), name="http-disconnect")
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,13 +189,15 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of one turn; also the turn's Sink. Errors before the first event get their own HTTP status."""
+    """Server-sent events of one turn, and a Sink for it. Errors before the first event get their own HTTP status.
 
-    def __init__(self, turn: TurnRequest, services: Services, wire: Wire) -> None:
+    run: sends the turn's events into a sink; cancelled when the client leaves.
+    """
+
+    def __init__(self, run: Callable[[Sink], Coroutine[Any, Any, ResponseBody]], services: Services, wire: Wire) -> None:
         super().__init__()
-        self._turn = turn
+        self._run = run
         self._wire = wire
-        self._services = services
         self._task: asyncio.Task[ResponseBody] | None = None
         limits = services.config.limits
         self._outbox = Outbox(
@@ -213,25 +228,24 @@ class EventStream(Response):
             self._task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._task = asyncio.create_task(run_turn(self._turn, self._services, self), name=f"turn-{self._turn.id}")
+        self._task = asyncio.create_task(self._run(self), name="sse-turn")
         self._task.add_done_callback(lambda _: self._outbox.close(drop=False))
         sender = asyncio.create_task(self._send(scope, receive, send), name="sse-writer")
         gone = asyncio.create_task(_disconnected(receive), name="http-disconnect")
         try:
             await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not self._turn.options.detach:
-                self._task.cancel()
+            self._task.cancel()
             gone.cancel()
             if not sender.done():
                 self._outbox.close(drop=True)
                 sender.cancel()
-            await asyncio.gather(sender, gone, return_exceptions=True)
+            await asyncio.gather(sender, gone, self._task, return_exceptions=True)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._task is not None
         payload = await self._outbox.get()
-        if payload is None:
+        if payload is None and (self._task.cancelled() or self._task.exception() is not None):
             await _failed_to_start(self._task, scope["path"])(scope, receive, send)
             return
         headers = [

@@ -1,46 +1,114 @@
-"""Idempotency: the same key and body get the same response again, from the store."""
+"""A response's events once more: from what it has put out and how that was cut, with the same sequence numbers.
+
+A response keeps no copies of its events. Its `cuts` say in order what was sent: see Cut. Log-probabilities come with the
+`done` events only, since cuts do not say which delta they were in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from agentserve.errors import IdempotencyConflict
-from agentserve.events import ResponseEvents
-from agentserve.interfaces import Store, StoredResponse
-from agentserve.protocol.responses import ResponseBody
-from agentserve.request import TurnRequest
-from agentserve.token_stream import Sink
+from agentserve.audience import Sink
+from agentserve.events import CLOSED, IN_PROGRESS, OPENED, QUEUED, Cut, ResponseEvents, text_of
+from agentserve.interfaces import StoredResponse
+from agentserve.protocol.items import OutputItem
+from agentserve.protocol.responses import ResponseBody, encode_body
+from agentserve.protocol.server_events import CacheReport, DeadlineReport, Event, PrefillProgress
+from agentserve.session.kept import Kept
 
-
-async def known_answer(request: TurnRequest, running: Iterable[TurnRequest], store: Store) -> StoredResponse | None:
-    """The stored response of this request's idempotency key, None if it is new. running: requests that have not ended.
-
-    Raises IdempotencyConflict if the key was used for another request, or its turn still runs.
-    """
-    key = request.idempotency_key
-    if key is None:
-        return None
-    if any(r.idempotency_key == key and r.principal.id == request.principal.id for r in running):
-        raise IdempotencyConflict("a request with this idempotency key is running; retry when it has ended", "idempotency_key")
-    known = await store.by_idempotency_key(request.principal.id, key)
-    if known is not None and known.request_digest != request.digest:
-        raise IdempotencyConflict("this idempotency key was used for another request", "idempotency_key")
-    return known
+_cuts = msgspec.msgpack.Decoder(list[int | PrefillProgress | CacheReport | DeadlineReport])
+encode_cuts = msgspec.msgpack.Encoder().encode
 
 
-def replay(known: StoredResponse, request: TurnRequest, sink: Sink) -> ResponseBody:
-    """Send a stored response again, under its own id, as whole items."""
-    body = msgspec.json.decode(known.body, type=ResponseBody)
+def history(begun: ResponseBody, items: Sequence[OutputItem], cuts: Sequence[Cut], stream_id: str | UnsetType) -> list[Event]:
+    """Every event of a response up to now, without its terminal one. items: also the one that is not closed yet."""
+    sent: list[Event] = []
+    _retell(begun, items, cuts, sent, stream_id)
+    return sent
+
+
+def whole_history(body: ResponseBody, cuts: Sequence[Cut] | None) -> list[Event]:
+    """Every event of a response that has ended. cuts None: not known, each item becomes one delta."""
     begun = msgspec.structs.replace(
-        body, status="in_progress", output=(), usage=None, completed_at=None, incomplete_details=None
+        body,
+        status="in_progress",
+        output=(),
+        usage=None,
+        completed_at=None,
+        incomplete_details=None,
+        error=None,
+        stop_sequence=UNSET,
     )
-    events = ResponseEvents(begun, sink.put, request.stream_id)
-    events.created()
-    events.in_progress()
-    for item in body.output:
-        events.whole_item(item)
+    sent: list[Event] = []
+    events = _retell(begun, body.output, _whole(body.output) if cuts is None else cuts, sent, UNSET)
     events.body = body
     events.end()
-    return body
+    return sent
+
+
+def stored_history(stored: StoredResponse) -> tuple[ResponseBody, list[Event]]:
+    """The body of a stored response and all its events."""
+    body = msgspec.json.decode(stored.body, type=ResponseBody)
+    return body, whole_history(body, None if stored.stream is None else _cuts.decode(stored.stream))
+
+
+class Endings:
+    """Responses that ended and are in no store: failed ones. The newest only, and none after a restart."""
+
+    def __init__(self, limit_bytes: int = 16 << 20) -> None:
+        self._kept: Kept[tuple[str, ResponseBody, tuple[Cut, ...]]] = Kept(limit_bytes)
+
+    def add(self, principal: str, body: ResponseBody, cuts: Sequence[Cut]) -> None:
+        self._kept.put(body.id, (principal, body, tuple(cuts)), len(encode_body(body)) + 100 * len(cuts))
+
+    def get(self, principal: str, response_id: str) -> tuple[ResponseBody, list[Event]] | None:
+        """The body and all events, None if it is unknown or another principal's."""
+        found = self._kept.get(response_id)
+        if found is None or found[0] != principal:
+            return None
+        return found[1], whole_history(found[1], found[2])
+
+
+async def send(events: Sequence[Event], sink: Sink) -> None:
+    """At the pace of the reader."""
+    for event in events:
+        sink.put(event)
+        if sink.full:
+            await sink.room()
+
+
+def _retell(
+    begun: ResponseBody, items: Sequence[OutputItem], cuts: Sequence[Cut], sent: list[Event], stream_id: str | UnsetType
+) -> ResponseEvents:
+    events = ResponseEvents(begun, sent.append, stream_id)
+    events.created()
+    item, at, rest = None, iter(items), ""
+    for cut in cuts:
+        if not isinstance(cut, int):
+            events.again(cut)
+        elif cut == IN_PROGRESS:
+            events.in_progress()
+        elif cut == QUEUED:
+            events.queued()
+        elif cut == OPENED:
+            item = next(at)
+            rest = text_of(item)
+            events.begin(item)
+        elif cut == CLOSED:
+            assert item is not None
+            events.close_as(item)
+        else:
+            events.write_text(rest[:cut])
+            rest = rest[cut:]
+    return events
+
+
+def _whole(items: Sequence[OutputItem]) -> list[Cut]:
+    cuts: list[Cut] = [IN_PROGRESS]
+    for item in items:
+        size = len(text_of(item))
+        cuts += [OPENED, *([size] if size else []), CLOSED]
+    return cuts

@@ -1,4 +1,4 @@
-"""A create body that has been checked, and where its context comes from: options, session, parent, items.
+"""A create body that has been checked: options, items, tools, what names its session.
 
 Everything that can be refused before a response exists is refused here, as an ApiError that names the field.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from agentserve.config import Config
-from agentserve.errors import InvalidValue, ModelNotFound, PreviousResponseNotFound, UnsupportedValue
+from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
 from agentserve.events import new_id
-from agentserve.interfaces import Principal, Store, StoredResponse
+from agentserve.interfaces import Principal
 from agentserve.protocol.decode import decode_input, decode_tools, options_of, tool_choice
 from agentserve.protocol.items import IgnoredTool, Item, Tool
 from agentserve.protocol.machine import stream_id_of
@@ -100,6 +100,7 @@ class TurnRequest:
             id=self.id,
             created_at=self.created_at,
             status="in_progress",
+            background=c.background is True,
             instructions=c.instructions,
             max_output_tokens=c.max_output_tokens,
             metadata=c.metadata or {},
@@ -134,6 +135,8 @@ def accept(
     """
     _refuse_unsupported(create)
     options = options_of(create, events_header=headers.get("agentserve-events") == "1")
+    if create.background:
+        options = msgspec.structs.replace(options, detach=True)
     tools, ignored, echo = decode_tools(create.tools)
     metadata = create.metadata or {}
     if len(metadata) > MAX_METADATA:
@@ -166,8 +169,8 @@ def accept(
 def _refuse_unsupported(create: ResponseCreate) -> None:
     if create.conversation is not None:
         raise UnsupportedValue("conversations are not supported; accepted: previous_response_id", "conversation")
-    if create.background:
-        raise UnsupportedValue("background responses are not supported; accepted: false", "background")
+    if create.background and create.store is False:
+        raise InvalidValue("a background response is looked up later, so it must be stored; accepted: store true", "background")
     if create.truncation not in (None, "disabled"):
         raise UnsupportedValue(f"'{create.truncation[:64]}' is not supported; accepted: disabled", "truncation")
     form = create.text.format if create.text is not None else None
@@ -204,76 +207,3 @@ def _digest(create: ResponseCreate) -> bytes:
     """Of what the client asked, for idempotency keys; transport members do not count."""
     plain = msgspec.structs.replace(create, stream=None, stream_id=None)
     return hashlib.sha256(msgspec.json.encode(plain)).digest()
-
-
-# ── where the context comes from ─────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """All items of a turn, oldest first; the last `own` of them are the turn's. parent: the response it follows."""
-
-    session: str
-    parent: StoredResponse | None
-    items: tuple[Item, ...]
-    tools: tuple[Tool, ...]
-
-
-@dataclass(slots=True)
-class LocalResponses:
-    """Responses with `store: false`: kept for the life of one connection, the oldest dropped first.
-
-    Only what a following turn needs is kept: items and tools, not bodies and token ids.
-    """
-
-    limit: int = 256
-    _kept: dict[str, StoredResponse] = field(default_factory=dict)
-
-    def get(self, response_id: str) -> StoredResponse | None:
-        return self._kept.get(response_id)
-
-    def add(self, response: StoredResponse) -> None:
-        self._kept[response.id] = msgspec.structs.replace(response, body=b"", prompt_ids=b"", generated_ids=b"")
-        while len(self._kept) > self.limit:
-            del self._kept[next(iter(self._kept))]
-
-
-async def resolve(request: TurnRequest, store: Store, local: LocalResponses) -> Context:
-    """Find the parent chain and the session. Raises PreviousResponseNotFound, InvalidValue."""
-    parent_id = request.create.previous_response_id
-    if parent_id is None:
-        if not request.items and not request.create.instructions:
-            raise InvalidValue("nothing to answer: `input` and `instructions` are empty", "input")
-        return Context(_first_session(request), None, request.items, request.tools or ())
-    chain = await _chain(request.principal.id, parent_id, store, local)
-    if chain is None:
-        raise PreviousResponseNotFound(parent_id[:128])
-    parent = chain[-1]
-    items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + request.items
-    tools = decode_tools(msgspec.json.decode(parent.tools, type=list[Raw]))[0] if request.tools is None else request.tools
-    return Context(parent.session, parent, items, tools)
-
-
-async def _chain(principal: str, response_id: str, store: Store, local: LocalResponses) -> tuple[StoredResponse, ...] | None:
-    newer: list[StoredResponse] = []
-    at: str | None = response_id
-    while at is not None and (kept := local.get(at)) is not None:
-        newer.append(kept)
-        at = kept.parent
-    older: tuple[StoredResponse, ...] | None = ()
-    if at is not None:
-        older = await store.chain(principal, at)
-    return None if older is None else (*older, *reversed(newer))
-
-
-def _first_session(request: TurnRequest) -> str:
-    """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins."""
-    if request.session_hint is not None:
-        seed = request.session_hint.encode()
-    else:
-        first_user = next(
-            (i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items)
-        )
-        head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
-        seed = msgspec.msgpack.encode((request.create.instructions, head))
-    return "ses_" + hashlib.sha256(request.principal.id.encode() + b"\0" + seed).hexdigest()[:30]

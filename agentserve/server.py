@@ -21,15 +21,24 @@ from agentserve import health
 from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
-from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError, UnsupportedValue
+from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError
+from agentserve.follow import follow, no_response
 from agentserve.heads import http_protocol
-from agentserve.http import count_input_tokens, create_response, error_response, json_response
+from agentserve.http import (
+    EventStream,
+    ResponsesWire,
+    count_input_tokens,
+    create_response,
+    error_response,
+    json_response,
+)
 from agentserve.interfaces import Principal, StoredResponse
 from agentserve.metrics import CONTENT_TYPE
 from agentserve.protocol.codec import error_body_for
 from agentserve.protocol.items import Item
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
-from agentserve.turn import Services
+from agentserve.services import Services
+from agentserve.turn import Turn
 from agentserve.websocket import DirectSocket
 
 log = logging.getLogger(__name__)
@@ -73,26 +82,36 @@ class Api:
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
-            raise UnsupportedValue("replaying events is not supported; accepted: false", "stream")
-        response_id = request.path_params["id"]
-        turn = self.services.active.get(response_id)
-        if turn is not None and turn.request.principal.id == _principal(request).id:
-            return json_response(turn.events.body)
-        return json_response((await self._stored(request)).body)
+            response_id, after = request.path_params["id"], _starting_after(request)
+            principal = _principal(request).id
+            return EventStream(
+                lambda sink: follow(self.services, principal, response_id, sink, after=after), self.services, ResponsesWire()
+            )
+        return await self._as_it_stands(request)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
         if not await self.services.store.delete(_principal(request).id, response_id):
-            raise _no_response(response_id)
+            raise no_response(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Stops a running response and answers with its state; one that has ended is answered as it is."""
-        turn = self.services.active.get(request.path_params["id"])
-        if turn is not None and turn.request.principal.id == _principal(request).id:
+        turn = self._running(request)
+        if turn is not None:
             turn.cancel()
-            return json_response(turn.events.body)
-        return json_response((await self._stored(request)).body)
+        return await self._as_it_stands(request)
+
+    def _running(self, request: Request) -> Turn | None:
+        turn = self.services.active.get(request.path_params["id"])
+        return turn if turn is not None and turn.request.principal.id == _principal(request).id else None
+
+    async def _as_it_stands(self, request: Request) -> Response:
+        turn = self._running(request)
+        if turn is not None:
+            return json_response(turn.body)
+        ended = self.services.endings.get(_principal(request).id, request.path_params["id"])
+        return json_response((await self._stored(request)).body if ended is None else ended[0])
 
     async def input_items(self, request: Request) -> Response:
         stored = await self._stored(request)
@@ -114,7 +133,7 @@ class Api:
         response_id = request.path_params["id"]
         stored = await self.services.store.get(_principal(request).id, response_id)
         if stored is None:
-            raise _no_response(response_id)
+            raise no_response(response_id)
         return stored
 
     # ── other APIs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -338,12 +357,17 @@ def _principal(request: Request) -> Principal:
     return request.state.principal
 
 
-def _no_response(response_id: str) -> NotFound:
-    return NotFound(f"Response with id '{response_id[:128]}' not found.", "response_id")
-
-
 def _no_session(session_id: str) -> NotFound:
     return NotFound(f"Session with id '{session_id[:128]}' not found.", "session_id")
+
+
+def _starting_after(request: Request) -> int:
+    raw = request.query_params.get("starting_after", "")
+    if raw in ("", "-1"):
+        return -1
+    if not raw.isascii() or not raw.isdigit() or len(raw) > 9:
+        raise InvalidValue(f"got '{raw[:16]}'; accepted: the sequence_number of an event", "starting_after")
+    return int(raw)
 
 
 def _limit(request: Request) -> int:

@@ -6,13 +6,13 @@ Deltas are joined before they become events, so that sequence numbers have no ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from agentserve.audience import Sink
 from agentserve.events import ResponseEvents
 from agentserve.interfaces import CallClose, CallDelta, Delta, ReasoningDelta, StreamParser, TextDelta
-from agentserve.protocol.server_events import Event
 from agentserve.stops import StopText
 from agentserve.worker.messages import Tokens
 from statecache.types import MarkerTable
@@ -20,22 +20,6 @@ from statecache.types import MarkerTable
 MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
 MAX_HELD = 16_384
 """Characters that wait to be joined to one delta while the reader is slow; then they take their place in its queue."""
-
-
-class Sink(Protocol):
-    """Where a turn's events go. `put` never blocks; `room` waits while the reader is too far behind."""
-
-    @property
-    def pressed(self) -> bool:
-        """The reader falls behind: adjacent deltas are worth joining."""
-        ...
-
-    @property
-    def full(self) -> bool: ...
-
-    def put(self, event: Event) -> None: ...
-
-    async def room(self) -> None: ...
 
 
 class TokenStream:

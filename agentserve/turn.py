@@ -9,50 +9,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
+from agentserve.audience import Audience, Sink, on_lane
 from agentserve.cache_report import cache_report
-from agentserve.config import Config
+from agentserve.context import Context, LocalResponses, resolve
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
 from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
-from agentserve.interfaces import Rendered, RenderRequest, Store, StoredResponse, Text, Worker
-from agentserve.metrics import Metrics
+from agentserve.idempotency import known_answer
+from agentserve.interfaces import Rendered, RenderRequest, StoredResponse
+from agentserve.prompt import render_request
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
-from agentserve.replay import known_answer, replay
-from agentserve.request import Context, LocalResponses, TurnRequest, resolve
-from agentserve.session.divergence import Contexts
+from agentserve.protocol.server_events import Event
+from agentserve.replay import encode_cuts, history, send, stored_history, whole_history
+from agentserve.request import TurnRequest
+from agentserve.services import Services
 from agentserve.session.lineage import first_words
-from agentserve.token_stream import Sink, TokenStream
+from agentserve.token_stream import TokenStream
 from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Services:
-    """What turns share.
-
-    threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
-    active: running turns by response id.
-    """
-
-    config: Config
-    text: Text
-    store: Store
-    worker: Worker
-    threads: Executor
-    metrics: Metrics = field(default_factory=Metrics)
-    contexts: Contexts = field(default_factory=Contexts)
-    active: dict[str, Turn] = field(default_factory=dict)
-
-
-MOST_CONTEXT = 4 << 20
-"""Tokens that are rendered at most while no worker has said how many its model takes."""
 
 
 async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: LocalResponses | None = None) -> ResponseBody:
@@ -60,49 +40,67 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
 
     local: responses of the connection that are not stored.
     Raises ApiError before the response is created, nothing afterwards but CancelledError: a failure ends as `response.failed`.
-    Cancelling the task stops generation within one step.
+    Cancelling it means that the client leaves: unless others follow the turn or it is detached, it stops within one step.
     """
-    kept = LocalResponses() if local is None else local
-    known = await known_answer(request, (t.request for t in services.active.values()), services.store)
-    if known is not None:
-        return replay(known, request, sink)
-    context = await resolve(request, services.store, kept)
-    turn = Turn(request, context, services, sink)
-    turn.announce()
-    with turn.running():
+    running = await services.claims.claim(request)
+    if running is None:
+        turn: Turn | None = None
         try:
-            rendered = await turn.render()
-            outcome = await turn.generate(rendered)
-            stored = turn.finish(rendered, outcome)
-            if request.store:
-                await services.store.commit(stored)
-            else:
-                kept.add(stored)
-            turn.end()
-        except TurnFailure as failure:
-            turn.fail(failure)
-        except Exception as exc:
-            log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
-            turn.fail(TurnFailure("server_error", "the server failed in this turn; its context is unchanged, retry"))
-    return turn.events.body
+            known = await known_answer(request, services.store)
+            if known is not None:
+                body, events = stored_history(known)
+                await send([on_lane(event, request.stream_id) for event in events], sink)
+                return body
+            kept = LocalResponses() if local is None else local
+            running = turn = Turn(request, await resolve(request, services.store, kept), services, kept)
+        finally:
+            services.claims.settle(request, turn)
+    return await running.sink.attend(sink, request.stream_id)
 
 
 class Turn:
-    """State of one running turn."""
+    """State of one running turn. sink: those who follow it. local: where its response is kept if it is not to be stored."""
 
-    def __init__(self, request: TurnRequest, context: Context, services: Services, sink: Sink) -> None:
+    def __init__(self, request: TurnRequest, context: Context, services: Services, local: LocalResponses) -> None:
         self.request = request
         self.context = context
         self.services = services
-        self.sink = sink
-        self.events = ResponseEvents(request.body(services.config), sink.put, request.stream_id)
+        self.local = local
+        self.sink = Audience(
+            history=self.history,
+            task=lambda: asyncio.create_task(self.run(), name=f"turn-{request.id}"),
+            detached=request.options.detach,
+        )
+        self.events = ResponseEvents(request.body(services.config), self.sink.put, request.stream_id)
         self.cancelled = False
         self._queued = False
         self._started = False
+        self._settled = False
         self._broken: Exception | None = None
         self._render_request: RenderRequest | None = None
         self._stream: TokenStream | None = None
         self._deadline = DeadlineTracker(request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000))
+
+    async def run(self) -> ResponseBody:
+        """The whole turn, up to its terminal event."""
+        request, services = self.request, self.services
+        self.announce()
+        with self.running():
+            try:
+                rendered = await self.render()
+                outcome = await self.generate(rendered)
+                stored = self.finish(rendered, outcome)
+                if request.store:
+                    await services.store.commit(stored)
+                else:
+                    self.local.add(stored)
+                self.end()
+            except TurnFailure as failure:
+                self.fail(failure)
+            except Exception as exc:
+                log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
+                self.fail(TurnFailure("server_error", "the server failed in this turn; its context is unchanged, retry"))
+        return self.events.body
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,6 +116,8 @@ class Turn:
 
         def sign_of_life() -> None:
             nonlocal timer
+            if self._settled:
+                return
             if self.events.waiting:
                 if self._queued:
                     self.events.queued()
@@ -136,6 +136,7 @@ class Turn:
         finally:
             timer.cancel()
             services.active.pop(self.request.id, None)
+            services.claims.release(self.request)
             services.metrics.active_responses(len(services.active))
 
     def cancel(self) -> None:
@@ -143,6 +144,23 @@ class Turn:
         self.cancelled = True
         if self._started:
             self.services.worker.cancel(self.request.id)
+
+    def history(self, next_number: int) -> list[Event]:
+        """The events so far, from a number on."""
+        events = self.events
+        if not events.order.started:
+            return []
+        if events.order.ended:
+            sent = whole_history(events.body, events.cuts)
+        else:
+            sent = history(events.begun, events.written, events.cuts, self.request.stream_id)
+        return sent[next_number:]
+
+    @property
+    def body(self) -> ResponseBody:
+        """The response object as it stands."""
+        events = self.events
+        return events.body if events.order.ended else msgspec.structs.replace(events.body, output=events.output)
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,6 +216,7 @@ class Turn:
         reason = {"length": "max_output_tokens", "cancelled": "cancelled"}.get(outcome.reason)
         if stream.enough and not self.cancelled:
             reason = None
+        self._settled = True
         body = self.events.finished(
             usage=usage(
                 prompt=outcome.prompt_tokens,
@@ -237,6 +256,8 @@ class Turn:
         self.services.metrics.error(failure.code)
         log.info("turn failed response=%s session=%s code=%s", self.request.id, self.context.session, failure.code)
         self.events.failed(failure)
+        if self.request.store:
+            self.services.endings.add(self.request.principal.id, self.events.body, self.events.cuts)
 
     def _row(self, body: ResponseBody, rendered: Rendered, generated: np.ndarray) -> StoredResponse:
         request, parent = self.request, self.context.parent
@@ -261,6 +282,7 @@ class Turn:
             request_digest=request.digest if request.idempotency_key is not None else None,
             context_items=len(self.context.items),
             own_tokens=first_words(self.context.items, rendered),
+            stream=encode_cuts(self.events.cuts),
         )
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -353,29 +375,6 @@ class Turn:
 
     def _elapsed_ms(self) -> int:
         return int((time.monotonic() - self.request.accepted_at) * 1000)
-
-
-def render_request(request: TurnRequest, context: Context, services: Services) -> RenderRequest:
-    """The whole context of a turn, as it is rendered."""
-    hello = services.worker.hello
-    return RenderRequest(
-        instructions=request.create.instructions,
-        tools=context.tools if request.tool_choice == "auto" else (),
-        items=context.items,
-        retain=request.options.retain,
-        thinking=request.thinking,
-        salt=request.principal.salt,
-        prompt=request.generate,
-        max_tokens=MOST_CONTEXT if hello is None else hello.max_context,
-    )
-
-
-async def count_tokens(request: TurnRequest, services: Services) -> int:
-    """Tokens of the context that a turn of this request would have. Raises ApiError, TurnFailure."""
-    context = await resolve(request, services.store, LocalResponses())
-    loop = asyncio.get_running_loop()
-    rendered = await loop.run_in_executor(services.threads, services.text.render, render_request(request, context, services))
-    return len(rendered.ids)
 
 
 def _nothing(turn_id: str, prompt_tokens: int) -> TurnFinished:

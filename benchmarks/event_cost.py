@@ -150,8 +150,8 @@ def _loop_factory() -> Any:
 async def _server() -> None:
     from agentserve.config import load
     from agentserve.server import DrainingServer, create_app, uvicorn_config
+    from agentserve.services import Services
     from agentserve.text.model_text import ModelText
-    from agentserve.turn import Services
     from agentserve.worker.client import WorkerClient
     from agentserve.worker.settings import WorkerSettings
     from agentserve.worker.supervisor import Supervisor

@@ -35,7 +35,7 @@ from agentserve.protocol.codec import encode
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, Reasoning, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
 from agentserve.request import accept
-from agentserve.turn import Services
+from agentserve.services import Services
 
 WAITING = b": waiting\n\n"
 """A comment: resets idle timers, and no client shows it."""

@@ -20,8 +20,8 @@ from agentserve.protocol.codec import messages_error, sse
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, OutputItem, Reasoning, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
 from agentserve.request import TurnRequest, accept
+from agentserve.services import Services
 from agentserve.text.messages import call_arguments
-from agentserve.turn import Services
 
 FIELDS = {"text.format": "output_config.format", "input": "messages", "stop": "stop_sequences"}
 OUR_METADATA = ("agentserve.", "idempotency_key")

@@ -40,6 +40,7 @@ from agentserve.protocol.items import (
 )
 from agentserve.protocol.responses import (
     ClientFrame,
+    FollowFrame,
     ResponseCancel,
     ResponseCreate,
     ResponseSteer,
@@ -61,6 +62,7 @@ _FRAMES: dict[str, type[ClientFrame]] = {
     "response.create": ResponseCreate,
     "response.cancel": ResponseCancel,
     "response.steer": ResponseSteer,
+    "agentserve.follow": FollowFrame,
 }
 _TEXT_PARTS: dict[str, type[Part]] = {
     "input_text": InputText,

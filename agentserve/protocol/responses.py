@@ -108,7 +108,15 @@ class ResponseSteer(Struct, frozen=True, kw_only=True):
     stream_id: Any = None
 
 
-ClientFrame = ResponseCreate | ResponseCancel | ResponseSteer
+class FollowFrame(Struct, frozen=True, kw_only=True):
+    """Ours: send a response's events on a lane of this socket, from the one behind `starting_after` on (−1: all)."""
+
+    response_id: str
+    starting_after: Annotated[int, Meta(ge=-1)] = -1
+    stream_id: Any = None
+
+
+ClientFrame = ResponseCreate | ResponseCancel | ResponseSteer | FollowFrame
 
 # ── what the server sends ────────────────────────────────────────────────────────────────────────────────────────
 

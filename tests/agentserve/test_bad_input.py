@@ -104,7 +104,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "unsupported_value", "tool_choice"),
     ({"input": "x", "tool_choice": 5}, "invalid_value", "tool_choice"),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "unsupported_value", "text.format.type"),
-    ({"input": "x", "background": True}, "unsupported_value", "background"),
+    ({"input": "x", "background": True, "store": False}, "invalid_value", "background"),
     ({"input": "x", "truncation": "auto"}, "unsupported_value", "truncation"),
     ({"input": "x", "stop": [""]}, "invalid_value", "stop"),
     ({"input": "x", "stop": ["a"] * 65}, "invalid_value", "stop"),

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import UNSET
 
+from agentserve.audience import on_lane
 from agentserve.errors import IllegalEvent, InvalidStreamId, RateLimitExceeded, StreamLimitReached, TurnFailure
 from agentserve.events import ResponseEvents
-from agentserve.interfaces import CallClose, CallDelta, CallOpen, ReasoningDelta, TextDelta
+from agentserve.interfaces import CallClose, CallDelta, CallOpen, ReasoningDelta, StoredResponse, TextDelta
 from agentserve.protocol.codec import encode
 from agentserve.protocol.machine import TERMINAL, Lanes, ResponseOrder, stream_id_of
 from agentserve.protocol.responses import ResponseBody, usage
 from agentserve.protocol.server_events import Event
+from agentserve.replay import encode_cuts, history, stored_history
 from tests.fakes.canonical import LETTERS, check
 
 EVENTS = [
@@ -57,6 +59,7 @@ def test_any_deltas_give_one_whole_response_in_canonical_order(deltas: list[Any]
     name = "lane-1" if lane else UNSET
     events = ResponseEvents(ResponseBody(id="resp_1", created_at=1, status="in_progress", model="m"), sent.append, name)
     events.created()
+    events.queued()
     events.in_progress()
     for delta in deltas:
         if isinstance(delta, tuple):
@@ -66,6 +69,8 @@ def test_any_deltas_give_one_whole_response_in_canonical_order(deltas: list[Any]
             events.write(CallClose())
         else:
             events.write(delta)
+        events.deadline(deadline_ms=1, predicted_ttft_ms=None, elapsed_ms=1, status="met")
+        assert history(events.begun, events.written, events.cuts, name) == sent, "a running response is told again as it was"
     if end == "failed":
         events.failed(TurnFailure("server_error", "it broke"))
     else:
@@ -74,6 +79,25 @@ def test_any_deltas_give_one_whole_response_in_canonical_order(deltas: list[Any]
         events.end()
     final = check([json.loads(encode(e)) for e in sent], "lane-1" if lane else None)
     assert final["status"] == {"max_output_tokens": "incomplete"}.get(end, end)
+    row = StoredResponse(
+        id="resp_1",
+        principal="p",
+        session="s",
+        parent=None,
+        model="m",
+        status=final["status"],
+        created_at=1.0,
+        completed_at=2.0,
+        instructions=None,
+        tools=b"[]",
+        input=(),
+        output=events.output,
+        body=encode(events.body),
+        prompt_ids=b"",
+        generated_ids=b"",
+        stream=encode_cuts(events.cuts),
+    )
+    assert [on_lane(e, name) for e in stored_history(row)[1]] == sent, "and a stored one, after a restart too"
     with pytest.raises(IllegalEvent):
         events.in_progress()
 

@@ -15,7 +15,7 @@ import msgspec
 from agentserve.config import Config, load
 from agentserve.security import Tokens
 from agentserve.server import DrainingServer, create_app, uvicorn_config
-from agentserve.turn import Services
+from agentserve.services import Services
 from tests.fakes.store import FakeStore
 from tests.fakes.text import FakeText
 from tests.fakes.worker import FakeWorker

@@ -1,0 +1,41 @@
+"""What the turns of one server share. Made by app.py."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentserve.config import Config
+from agentserve.idempotency import Claims
+from agentserve.interfaces import Store, Text, Worker
+from agentserve.metrics import Metrics
+from agentserve.protocol.responses import ResponseBody
+from agentserve.replay import Endings
+from agentserve.session.divergence import Contexts
+
+if TYPE_CHECKING:
+    from agentserve.turn import Turn
+
+
+@dataclass(slots=True)
+class Services:
+    """Each is used by all turns.
+
+    threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
+    active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
+    background: tasks that nobody waits for.
+    """
+
+    config: Config
+    text: Text
+    store: Store
+    worker: Worker
+    threads: Executor
+    metrics: Metrics = field(default_factory=Metrics)
+    contexts: Contexts = field(default_factory=Contexts)
+    active: dict[str, Turn] = field(default_factory=dict)
+    claims: Claims = field(default_factory=Claims)
+    endings: Endings = field(default_factory=Endings)
+    background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)

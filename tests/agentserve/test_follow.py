@@ -1,0 +1,230 @@
+"""Following a response that somebody else started or that was lost: running, ended, failed; and keys that are in use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from tests.agentserve.test_http import sse_events
+from tests.agentserve.test_websocket import AUTH, send, until_terminal
+from tests.fakes.canonical import check
+from tests.fakes.server import OTHER_TOKEN, FakeServer, config_for_tests, running, wait_for
+from tests.fakes.sockets import client_frame, raw_socket
+from tests.fakes.text import call, ids_of, think
+from tests.fakes.worker import answer, failing
+
+SCRIPT = answer((*think("hm"), *ids_of("Sure. "), *call("f", "{}")))
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with running() as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers=AUTH) as one:
+        yield one
+
+
+@pytest.fixture
+def socket(server: FakeServer) -> Iterator[ClientConnection]:
+    with connect(server.ws_url, additional_headers=AUTH, max_size=None) as one:
+        yield one
+
+
+def held(server: FakeServer, frames: int, script: Any = SCRIPT) -> asyncio.Event:
+    """The next turn stops after so many frames of the worker until the event is set."""
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [*script(start)[:frames], gate, *script(start)[frames:]])
+    return gate
+
+
+def followed(client: httpx.Client, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    path = f"/v1/responses/{response_id}?stream=true" + ("" if after is None else f"&starting_after={after}")
+    return sse_events(client.get(path).text)
+
+
+def test_an_ended_response_is_told_again_as_it_was(client: httpx.Client, server: FakeServer) -> None:
+    server.worker.scripts.append(SCRIPT)
+    body = {"input": "x", "stream": True, "agentserve": {"events": True}, "tools": [{"type": "function", "name": "f"}]}
+    live = sse_events(client.post("/v1/responses", json=body).text)
+    response_id = check(live)["id"]
+    assert followed(client, response_id) == live
+    for after in (0, 3, len(live) - 2):
+        assert followed(client, response_id, after) == live[after + 1 :]
+    assert client.get(f"/v1/responses/{response_id}?stream=true&starting_after={len(live) - 1}").text == ""
+    for number in ("x", str(len(live))):
+        wrong = client.get(f"/v1/responses/{response_id}?stream=true&starting_after={number}")
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
+    assert client.get("/v1/responses/resp_0?stream=true").status_code == 404
+
+
+def test_a_running_response_is_followed_to_its_end_over_http_and_on_a_lane(
+    server: FakeServer, client: httpx.Client, socket: ClientConnection
+) -> None:
+    gate = held(server, 5)
+    send(socket, input="x", stream_id="mine", tools=[{"type": "function", "name": "f"}])
+    wait_for(lambda: any(len(t.events.cuts) > 3 for t in tuple(server.services.active.values())))
+    (response_id,) = server.services.active
+    with connect(server.ws_url, additional_headers=AUTH) as other, ThreadPoolExecutor() as threads:
+        other.send(json.dumps({"type": "agentserve.follow", "response_id": response_id, "stream_id": "b", "starting_after": 1}))
+        over_http = threads.submit(followed, client, response_id)
+        wait_for(lambda: len(server.services.active[response_id].sink._listeners) == 3)
+        server.call(gate.set)
+        mine, theirs = until_terminal(socket), until_terminal(other)
+        check(mine, "mine")
+        assert {e["stream_id"] for e in theirs} == {"b"}
+        bare = [{k: v for k, v in e.items() if k != "stream_id"} for e in mine]
+        assert [{k: v for k, v in e.items() if k != "stream_id"} for e in theirs] == bare[2:]
+        assert over_http.result(10) == bare
+    assert len(server.worker.starts) == 1
+
+
+def test_a_detached_turn_is_picked_up_where_it_was_lost(server: FakeServer, client: httpx.Client) -> None:
+    gate = held(server, 4)
+    with connect(server.ws_url, additional_headers=AUTH) as one:
+        send(one, input="a", agentserve={"detach": True}, tools=[{"type": "function", "name": "f"}])
+        seen = [json.loads(one.recv(timeout=10)) for _ in range(4)]
+    wait_for(lambda: len(server.api.sockets) == 0)
+    server.call(gate.set)
+    response_id = seen[0]["response"]["id"]
+    check(seen + followed(client, response_id, seen[-1]["sequence_number"]))
+
+
+def test_a_failed_response_can_still_be_looked_at(server: FakeServer, client: httpx.Client) -> None:
+    server.worker.scripts.append(failing("deadline_exceeded", "too late"))
+    live = sse_events(client.post("/v1/responses", json={"input": "x", "stream": True}).text)
+    response_id = check(live)["id"]
+    assert client.get(f"/v1/responses/{response_id}").json()["error"]["code"] == "deadline_exceeded"
+    assert followed(client, response_id) == live
+    with httpx.Client(base_url=server.url, headers={"x-api-key": OTHER_TOKEN}) as other:
+        assert other.get(f"/v1/responses/{response_id}").status_code == 404
+        assert other.get(f"/v1/responses/{response_id}?stream=true").status_code == 404
+
+
+def test_another_principal_cannot_follow_a_running_response(server: FakeServer, socket: ClientConnection) -> None:
+    gate = held(server, 2)
+    send(socket, input="x")
+    wait_for(lambda: bool(server.services.active))
+    (response_id,) = server.services.active
+    with connect(server.ws_url, additional_headers={"x-api-key": OTHER_TOKEN}) as other:
+        other.send(json.dumps({"type": "agentserve.follow", "response_id": response_id}))
+        assert json.loads(other.recv(timeout=10))["error"]["code"] == "not_found"
+    server.call(gate.set)
+    check(until_terminal(socket))
+
+
+def test_a_slow_follower_holds_nobody_back_and_misses_nothing() -> None:
+    with running(config_for_tests(limits={"buffer_bytes": 1 << 16})) as server:
+        gate = held(server, 2, answer("x" * 200_000, chunk=1_000))
+        with connect(server.ws_url, additional_headers=AUTH) as fast, raw_socket(server, receive_buffer=4096) as raw:
+            send(fast, input="a")
+            wait_for(lambda: bool(server.services.active))
+            (response_id,) = server.services.active
+            raw.sendall(client_frame(json.dumps({"type": "agentserve.follow", "response_id": response_id})))
+            turn = server.services.active[response_id]
+            wait_for(lambda: len(turn.sink._listeners) == 2)
+            server.call(gate.set)
+            quick = until_terminal(fast)
+            check(quick)
+            with raw.makefile("rb") as stream:
+                slow = [json.loads(text) for text in _texts(stream)]
+            assert slow == quick
+
+
+def _texts(stream: Any) -> Iterator[bytes]:
+    while True:
+        head = stream.read(2)
+        size = head[1]
+        if size >= 126:
+            size = int.from_bytes(stream.read(2 if size == 126 else 8), "big")
+        text = stream.read(size)
+        yield text
+        if text.startswith(b'{"type":"response.completed"'):
+            return
+
+
+# ── keys in use ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_in_use_leads_to_the_turn_that_runs(server: FakeServer, client: httpx.Client) -> None:
+    gate = held(server, 3)
+    body = {"input": "x", "metadata": {"idempotency_key": "k"}, "tools": [{"type": "function", "name": "f"}]}
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(client.post, "/v1/responses", json=body)
+        second = threads.submit(client.post, "/v1/responses", json={**body, "stream": True})
+        wait_for(lambda: sum(len(t.sink._listeners) for t in tuple(server.services.active.values())) == 2)
+        other = client.post("/v1/responses", json={**body, "input": "y"})
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
+        server.call(gate.set)
+        assert check(sse_events(second.result(10).text)) == first.result(10).json()
+    assert len(server.worker.starts) == 1
+    assert client.post("/v1/responses", json=body).json()["id"] == server.worker.starts[0].turn_id
+
+
+def test_the_turn_of_a_key_goes_on_while_one_of_its_clients_is_there(server: FakeServer, client: httpx.Client) -> None:
+    gate = held(server, 3)
+    frame = {"input": "x", "metadata": {"idempotency_key": "k"}, "tools": [{"type": "function", "name": "f"}]}
+    with connect(server.ws_url, additional_headers=AUTH) as stays:
+        with connect(server.ws_url, additional_headers=AUTH) as leaves:
+            send(leaves, **frame)
+            wait_for(lambda: len(server.worker.starts) == 1)
+            send(stays, **frame)
+            (turn,) = server.services.active.values()
+            wait_for(lambda: len(turn.sink._listeners) == 2)
+        wait_for(lambda: len(turn.sink._listeners) == 1)
+        server.call(gate.set)
+        check(until_terminal(stays))
+    assert len(server.store.committed) == 1
+
+
+def test_a_key_is_free_again_when_its_turn_failed_or_was_left(server: FakeServer, client: httpx.Client) -> None:
+    body = {"input": "x", "metadata": {"idempotency_key": "k"}}
+    server.worker.scripts.append(failing("server_error", "x"))
+    assert client.post("/v1/responses", json=body).status_code == 500
+    held(server, 2)
+    with connect(server.ws_url, additional_headers=AUTH) as one:
+        send(one, **body)
+        wait_for(lambda: len(server.worker.starts) == 2)
+    wait_for(lambda: not server.services.active)
+    assert client.post("/v1/responses", json=body).json()["status"] == "completed"
+    assert (
+        client.post(
+            "/v1/responses", json={"input": "x", "previous_response_id": "resp_0"} | {"metadata": {"idempotency_key": "z"}}
+        ).status_code
+        == 400
+    )
+    assert client.post("/v1/responses", json={"input": "x"} | {"metadata": {"idempotency_key": "z"}}).status_code == 200
+
+
+# ── background ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_background_response_is_answered_at_once_and_looked_up_later(server: FakeServer, client: httpx.Client) -> None:
+    gate = held(server, 3)
+    begun = client.post("/v1/responses", json={"input": "x", "background": True}).json()
+    assert (begun["status"], begun["background"], begun["output"]) == ("in_progress", True, [])
+    path = f"/v1/responses/{begun['id']}"
+    assert client.get(path).json()["status"] == "in_progress"
+    server.call(gate.set)
+    assert check(followed(client, begun["id"]))["status"] == "completed"
+    assert client.get(path).json()["status"] == "completed"
+    held(server, 3)
+    second = client.post("/v1/responses", json={"input": "x", "background": True}).json()
+    wait_for(lambda: len(server.worker.starts) == 2)
+    client.post(f"/v1/responses/{second['id']}/cancel")
+    wait_for(lambda: not server.services.active)
+    assert client.get(f"/v1/responses/{second['id']}").json()["status"] == "cancelled"
+    refused = client.post("/v1/responses", json={"input": "x", "background": True, "store": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+    missing = client.post("/v1/responses", json={"input": "x", "background": True, "previous_response_id": "resp_0"})
+    assert missing.json()["error"]["code"] == "previous_response_not_found"
