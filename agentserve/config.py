@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentserve.errors import ConfigError
-from agentserve.schema_errors import explain
+from agentserve.schema_errors import explain, unknown_field
 
 PREFIX = "AGENTSERVE_"
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -263,14 +263,15 @@ def _overlay(config: Config, values: Mapping[str, Any], origin: str) -> Config:
 
 def _reason(error: msgspec.ValidationError, values: Any) -> str:
     """`section.field: what is wrong`. Of values, only numbers are shown: a text may be a secret."""
+    unknown = unknown_field(error)
+    if unknown is not None:
+        name, field = unknown[0].removeprefix("."), unknown[1]
+        known = _SECTIONS[name].__struct_fields__ if name in _SECTIONS else Config.__struct_fields__
+        like = difflib.get_close_matches(field, known, n=1)
+        place = f"[{name}]" if name else "the top level"
+        return f"{place} has no setting '{field}'; " + (f"is '{like[0]}' meant?" if like else f"it has {', '.join(known)}")
     message, path = explain(error, Config)
     name = path.removeprefix(".")
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", message)
-    if unknown is not None:
-        known = _SECTIONS[name].__struct_fields__ if name in _SECTIONS else Config.__struct_fields__
-        like = difflib.get_close_matches(unknown[1], known, n=1)
-        place = f"[{name}]" if name else "the top level"
-        return f"{place} has no setting '{unknown[1]}'; " + (f"is '{like[0]}' meant?" if like else f"it has {', '.join(known)}")
     for part in name.split(".") if name else ():
         values = values.get(part) if isinstance(values, dict) else None
     shown = f", got {values}" if type(values) in (int, float) and "got" not in message else ""

@@ -106,6 +106,11 @@ class ModelNotFound(ApiError):
         super().__init__(f"model '{got}' is not served here; accepted: {', '.join(accepted)}", "model")
 
 
+class MethodNotAllowed(ApiError):
+    status = 405
+    code = "method_not_allowed"
+
+
 class IdempotencyConflict(ApiError):
     status = 409
     code = "idempotency_conflict"

@@ -177,8 +177,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `/v1/sessions`. Times are Unix seconds."""
 
     id: str
-    created_at: float
-    updated_at: float
+    created_at: int
+    updated_at: int
     turns: int
     last_response: str | None
     context_tokens: int

@@ -21,7 +21,7 @@ from agentserve import health
 from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
-from agentserve.errors import ApiError, InvalidValue, NotFound, RateLimitExceeded, ServerError
+from agentserve.errors import ApiError, InvalidValue, MethodNotAllowed, NotFound, RateLimitExceeded, ServerError
 from agentserve.follow import follow, no_response
 from agentserve.heads import http_protocol
 from agentserve.http import (
@@ -304,7 +304,9 @@ def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     what = f"{request.method} {request.url.path[:128]} is not served here"
     allowed = (exc.headers or {}).get("Allow")
-    error = NotFound(f"{what}; accepted: {allowed}" if allowed else f"{what}; turns go to POST or WebSocket /v1/responses")
+    error: ApiError = NotFound(f"{what}; turns go to POST or WebSocket /v1/responses")
+    if exc.status_code == MethodNotAllowed.status:
+        error = MethodNotAllowed(f"{what}; accepted: {allowed}" if allowed else what)
     body = error_body_for(request.url.path, error)
     return Response(body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from agentserve.cli import options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from agentserve.cli.connect import Target, TurnFigures
     from agentserve.cli.private_server import PrivateServer
@@ -36,6 +38,8 @@ MOST_RESPONSES = 4
 """Of one user turn: chains of calls end after this many."""
 MOST_TOKENS = 400
 DEADLINE_MS = 30_000
+WIDTH = 100
+"""Columns where the output is no terminal."""
 
 
 def demo(
@@ -55,7 +59,7 @@ def demo(
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)  # the last table's
+        console = Console(highlight=False, width=WIDTH)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="agentserve-demo-") as scratch:
         root = Path(scratch)
@@ -231,35 +235,33 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
             table.add_row(kind, tier, positions, f"{sum(row['hits'] for row in same)}×")
         console.print()
         console.print(table)
-    table = Table(title="Responses", title_justify="left", title_style="bold")
-    for column in (
-        "turn",
-        "prompt",
-        "reused",
-        "computed",
-        "restored from",
-        "context parted",
-        "TTFT",
-        "deadline",
-        "output",
-    ):
-        table.add_column(column, justify="left" if column in ("restored from", "context parted", "deadline") else "right")
-    for row in agent.rows:
+    console.print()
+    console.print(responses_table(agent.rows))
+    prompt = sum(row.figures.prompt_tokens for row in agent.rows)
+    reused = sum(row.figures.reused_tokens for row in agent.rows)
+    share = reused / prompt if prompt else 0.0
+    console.print(f"{agent.calls} tool calls executed; {reused} of {prompt} prompt tokens reused ({share:.0%}).")
+
+
+def responses_table(rows: Sequence[Row]) -> Table:
+    """What each response reused, and its time to first token against the deadline; at most WIDTH columns wide."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = f"Responses (deadline of the first token: {DEADLINE_MS // 1000} s)"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("turn", "prompt", "reused", "new", "restored from", "context parted", "TTFT", "output"):
+        table.add_column(column, justify="left" if column in ("restored from", "context parted") else "right")
+    for row in rows:
         f = row.figures
         table.add_row(
             row.turn,
             str(f.prompt_tokens),
             str(f.reused_tokens),
             str(f.prompt_tokens - f.reused_tokens),
-            f"{f.checkpoint} {f.restored_from}" if f.checkpoint else "–",
+            f"{f.checkpoint.split(' @ ')[0]} ({f.restored_from})" if f.checkpoint else "–",
             f.divergence or "–",
-            f"{f.ttft_ms} ms" if f.ttft_ms is not None else "–",
-            f"{f.deadline} ({(f.deadline_ms or 0) // 1000} s)" if f.deadline else "–",
+            f"{f.ttft_ms} ms {f.deadline or ''}".rstrip() if f.ttft_ms is not None else f.deadline or "–",
             str(f.output_tokens),
         )
-    console.print()
-    console.print(table)
-    prompt = sum(row.figures.prompt_tokens for row in agent.rows)
-    reused = sum(row.figures.reused_tokens for row in agent.rows)
-    share = reused / prompt if prompt else 0.0
-    console.print(f"{agent.calls} tool calls executed; {reused} of {prompt} prompt tokens reused ({share:.0%}).")
+    return table

@@ -17,9 +17,10 @@ Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
 
-class TurnOptions(Struct, frozen=True, kw_only=True):
+class TurnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `agentserve` object of a create body; the same keys work as strings in metadata ("agentserve.events": "1").
 
+    It is ours alone, so a name that it does not have is a mistake and no other server's extension.
     ttft_deadline_ms: milliseconds from acceptance to the first generated token. priority: orders turns of equal slack.
     """
 

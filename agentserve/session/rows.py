@@ -315,8 +315,8 @@ def session_rows(
     return tuple(
         SessionRow(
             id=row.id,
-            created_at=row.created_at,
-            updated_at=row.updated_at,
+            created_at=int(row.created_at),
+            updated_at=int(row.updated_at),
             turns=row.turns,
             last_response=row.last_response,
             context_tokens=row.context_tokens,

@@ -87,6 +87,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
         "metadata.agentserve.ttft_deadline_ms",
     ),
     ({"input": "x", "agentserve": {"on_miss": "explode"}}, "invalid_value", "agentserve.on_miss"),
+    ({"input": "x", "agentserve": {"events": True, "ttft_deadline": 5}}, "invalid_value", "agentserve.ttft_deadline"),
+    ({"input": "x", "metadata": {"agentserve.deadline": "5"}}, "invalid_value", "metadata.agentserve.deadline"),
     ({"input": "x", "tools": {}}, "invalid_value", "tools"),
     ({"input": "x", "tools": [5]}, "invalid_value", "tools[0]"),
     ({"input": "x", "tools": [{}]}, "invalid_value", "tools[0].type"),

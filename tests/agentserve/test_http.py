@@ -133,7 +133,7 @@ def test_models_and_operation(server: FakeServer, client: httpx.Client) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert "/v1/responses" in missing.json()["error"]["message"]
     wrong = client.put("/v1/responses")
-    assert wrong.status_code == 405
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert "accepted: POST" in wrong.json()["error"]["message"]
     assert client.put("/v1/responses").status_code == 405
 
@@ -142,6 +142,7 @@ def test_sessions_show_lineage_and_are_forgotten_everywhere(server: FakeServer, 
     first = client.post("/v1/responses", json={"input": "x", "prompt_cache_key": "k"}).json()
     second = client.post("/v1/responses", json={"input": "y", "previous_response_id": first["id"]}).json()
     (session,) = client.get("/v1/sessions").json()["data"]
+    assert [type(session[at]) for at in ("created_at", "updated_at")] == [int, int]
     assert (session["turns"], session["lineage"]) == (2, [first["id"], second["id"]])
     path = f"/v1/sessions/{session['id']}"
     assert client.get(path).json() == session

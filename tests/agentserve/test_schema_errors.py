@@ -55,6 +55,12 @@ def test_a_request_is_told_the_values_of_a_field() -> None:
         options_of(ResponseCreate(metadata={"agentserve.retain": "some"}))
 
 
+def test_a_field_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(InvalidValue, match="no such field; accepted: detach, events, on_miss, ") as refused:
+        decode('{"agentserve": {"ttft_deadline": 5}}', ResponseCreate)
+    assert refused.value.param == "agentserve.ttft_deadline"
+
+
 SETTINGS = [
     ('[model]\ndevice = "tpu"', "file .*: model.device: got 'tpu'; accepted: auto, cpu, cuda"),
     ("[server]\nport = 99999", "server.port: .*65535, got 99999"),

@@ -55,8 +55,8 @@ class FakeStore:
             return None
         return SessionRow(
             id=session_id,
-            created_at=turns[0].created_at,
-            updated_at=turns[-1].completed_at,
+            created_at=int(turns[0].created_at),
+            updated_at=int(turns[-1].completed_at),
             turns=len(turns),
             last_response=turns[-1].id,
             context_tokens=len(turns[-1].prompt_ids) // 4,

@@ -199,6 +199,7 @@ async def test_sessions_are_listed_last_used_first(database_url: str):
         page = await store.sessions("alice", 2, None)
         assert [row.id for row in page] == ["ses_0", "ses_4"]
         assert page[0].lineage == (made[0].id, second.id)
+        assert (type(page[0].created_at), page[0].created_at) == (int, int(made[0].created_at))
         assert (page[0].turns, page[0].context_tokens, page[0].reused_tokens) == (2, 8, 14)
         rest = await store.sessions("alice", 10, page[-1].id)
         assert [row.id for row in rest] == ["ses_3", "ses_2", "ses_1"]
