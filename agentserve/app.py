@@ -19,6 +19,7 @@ from agentserve.config import Config, unknown_names
 from agentserve.errors import ConfigError
 from agentserve.listen import listen
 from agentserve.metrics import Metrics
+from agentserve.sealing import Seal
 from agentserve.security import load_tokens
 from agentserve.server import DrainingServer, create_app, uvicorn_config
 from agentserve.services import Services
@@ -76,7 +77,8 @@ def compose(config: Config) -> Application:
     metrics.watch_worker(lambda: worker.ready, lambda: supervisor.restarts)
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
     store = make_store(config)
-    services = Services(config, load_text(config, store), store, worker, threads, metrics)
+    seal = Seal.load(Path(config.state_dir) / "seal.key")
+    services = Services(config, load_text(config, store), store, worker, threads, metrics, seal=seal)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

@@ -13,15 +13,18 @@ from agentserve.interfaces import Store, StoredResponse
 from agentserve.protocol.decode import decode_tools
 from agentserve.protocol.items import Item, Tool
 from agentserve.request import TurnRequest
+from agentserve.sealing import opened
+from agentserve.services import Services
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All items of a turn, oldest first; the last `own` of them are the turn's. parent: the response it follows."""
+    """All items of a turn, oldest first. own: the turn's, which are the last of them. parent: the response it follows."""
 
     session: str
     parent: StoredResponse | None
     items: tuple[Item, ...]
+    own: tuple[Item, ...]
     tools: tuple[Tool, ...]
 
 
@@ -44,20 +47,21 @@ class LocalResponses:
             del self._kept[next(iter(self._kept))]
 
 
-async def resolve(request: TurnRequest, store: Store, local: LocalResponses) -> Context:
-    """Find the parent chain and the session. Raises PreviousResponseNotFound, InvalidValue."""
+async def resolve(request: TurnRequest, services: Services, local: LocalResponses) -> Context:
+    """Find the parent chain and the session, and open what is sealed. Raises PreviousResponseNotFound, InvalidValue."""
+    own = opened(request.items, services.seal, request.principal.id)
     parent_id = request.create.previous_response_id
     if parent_id is None:
-        if not request.items and not request.create.instructions:
+        if not own and not request.create.instructions:
             raise InvalidValue("nothing to answer: `input` and `instructions` are empty", "input")
-        return Context(_first_session(request), None, request.items, request.tools or ())
-    chain = await _chain(request.principal.id, parent_id, store, local)
+        return Context(_first_session(request), None, own, own, request.tools or ())
+    chain = await _chain(request.principal.id, parent_id, services.store, local)
     if chain is None:
         raise PreviousResponseNotFound(parent_id[:128])
     parent = chain[-1]
-    items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + request.items
+    items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + own
     tools = decode_tools(msgspec.json.decode(parent.tools, type=list[Raw]))[0] if request.tools is None else request.tools
-    return Context(parent.session, parent, items, tools)
+    return Context(parent.session, parent, items, own, tools)
 
 
 async def _chain(principal: str, response_id: str, store: Store, local: LocalResponses) -> tuple[StoredResponse, ...] | None:

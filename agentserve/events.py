@@ -44,15 +44,22 @@ class ResponseEvents:
     body: the response object as it stands; `output` grows as items close. begun: as it was at first.
     cuts: what was sent so far, from which replay.py tells it again.
     put: takes every event, in order; must not block.
-    stream_id: echoed in each event unless UNSET.
+    stream_id: echoed in each event unless UNSET. seal: of thinking, for clients that carry it sealed.
     """
 
-    def __init__(self, body: ResponseBody, put: Callable[[ev.Event], None], stream_id: str | UnsetType = UNSET) -> None:
+    def __init__(
+        self,
+        body: ResponseBody,
+        put: Callable[[ev.Event], None],
+        stream_id: str | UnsetType = UNSET,
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
         self.body = self.begun = body
         self.cuts: list[Cut] = []
         self.order = ResponseOrder()
         self._put = put
         self._lane = stream_id
+        self._seal = seal
         self._output: list[OutputItem] = []
         self._open: str | None = None
         self._item_id = ""
@@ -78,7 +85,7 @@ class ResponseEvents:
 
     @property
     def waiting(self) -> bool:
-        """True between created and the first output item: the time in which clients need a sign of life."""
+        """Created, and no output item yet: the time in which clients need a sign of life."""
         return self.order.state == "open"
 
     @property
@@ -225,6 +232,9 @@ class ResponseEvents:
         """Close it as it was closed before."""
         if isinstance(item, Message):
             self._logprobs = [mark for part in item.content if isinstance(part, OutputText) for mark in part.logprobs]
+        elif isinstance(item, Reasoning):
+            sealed = item.encrypted_content
+            self._seal = None if sealed is None else lambda _: sealed
         self.close_item(item.status or "completed")
 
     def again(self, event: ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport) -> None:
@@ -316,6 +326,8 @@ class ResponseEvents:
                 ev.CustomToolCallInputDone(sequence_number=number("response.custom_tool_call_input.done"), input=text, **common)
             )
         item = self._item(status)
+        if self._seal is not None and isinstance(item, Reasoning):
+            item = msgspec.structs.replace(item, encrypted_content=self._seal(item.text))
         self._put(
             ev.OutputItemDone(
                 sequence_number=number("response.output_item.done"),

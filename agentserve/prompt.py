@@ -30,7 +30,7 @@ def render_request(request: TurnRequest, context: Context, services: Services) -
 
 async def count_tokens(request: TurnRequest, services: Services) -> int:
     """Tokens of the context that a turn of this request would have. Raises ApiError, TurnFailure."""
-    context = await resolve(request, services.store, LocalResponses())
+    context = await resolve(request, services, LocalResponses())
     loop = asyncio.get_running_loop()
     rendered = await loop.run_in_executor(services.threads, services.text.render, render_request(request, context, services))
     return len(rendered.ids)

@@ -19,7 +19,7 @@ from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
 from agentserve.events import new_id
 from agentserve.interfaces import Principal
 from agentserve.protocol.decode import decode_input, decode_tools, options_of, tool_choice
-from agentserve.protocol.items import IgnoredTool, Item, Tool
+from agentserve.protocol.items import IgnoredTool, InputItem, Item, Tool
 from agentserve.protocol.machine import stream_id_of
 from agentserve.protocol.responses import ReasoningConfig, ResponseBody, ResponseCreate, TurnOptions
 from agentserve.worker.messages import Sampling
@@ -47,7 +47,7 @@ class TurnRequest:
     created_at: int
     create: ResponseCreate
     options: TurnOptions
-    items: tuple[Item, ...]
+    items: tuple[InputItem, ...]
     tools: tuple[Tool, ...] | None
     ignored_tools: tuple[IgnoredTool, ...]
     tools_echo: tuple[Raw, ...]
@@ -61,6 +61,10 @@ class TurnRequest:
     @property
     def store(self) -> bool:
         return self.create.store is not False
+
+    @property
+    def sealed_reasoning(self) -> bool:
+        return "reasoning.encrypted_content" in (self.create.include or ())
 
     @property
     def generate(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
 from agentserve import health
+from agentserve.compaction import compact
 from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
@@ -32,18 +33,19 @@ from agentserve.http import (
     error_response,
     json_response,
 )
-from agentserve.interfaces import Principal, StoredResponse
+from agentserve.interfaces import StoredResponse
 from agentserve.metrics import CONTENT_TYPE
+from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
 from agentserve.protocol.items import Item
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
 from agentserve.services import Services
+from agentserve.sessions import SessionsApi
 from agentserve.turn import Turn
 from agentserve.websocket import DirectSocket
 
 log = logging.getLogger(__name__)
 
-MAX_PAGE = 100
 _ID_PREFIX = {
     "message": "msg",
     "reasoning": "rs",
@@ -76,6 +78,10 @@ class Api:
     async def input_tokens(self, request: Request) -> Response:
         return await count_input_tokens(request, self.services)
 
+    async def compact(self, request: Request) -> Response:
+        self._check_open()
+        return await compact(request, self.services)
+
     def _check_open(self) -> None:
         if self.sockets.draining:
             raise RateLimitExceeded("the server restarts", 5)
@@ -83,7 +89,7 @@ class Api:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream") in ("true", "1"):
             response_id, after = request.path_params["id"], _starting_after(request)
-            principal = _principal(request).id
+            principal = principal_of(request).id
             return EventStream(
                 lambda sink: follow(self.services, principal, response_id, sink, after=after), self.services, ResponsesWire()
             )
@@ -91,7 +97,7 @@ class Api:
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
-        if not await self.services.store.delete(_principal(request).id, response_id):
+        if not await self.services.store.delete(principal_of(request).id, response_id):
             raise no_response(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -104,34 +110,22 @@ class Api:
 
     def _running(self, request: Request) -> Turn | None:
         turn = self.services.active.get(request.path_params["id"])
-        return turn if turn is not None and turn.request.principal.id == _principal(request).id else None
+        return turn if turn is not None and turn.request.principal.id == principal_of(request).id else None
 
     async def _as_it_stands(self, request: Request) -> Response:
         turn = self._running(request)
         if turn is not None:
             return json_response(turn.body)
-        ended = self.services.endings.get(_principal(request).id, request.path_params["id"])
+        ended = self.services.endings.get(principal_of(request).id, request.path_params["id"])
         return json_response((await self._stored(request)).body if ended is None else ended[0])
 
     async def input_items(self, request: Request) -> Response:
         stored = await self._stored(request)
-        order, limit = request.query_params.get("order", "desc"), _limit(request)
-        if order not in ("asc", "desc"):
-            raise InvalidValue(f"got '{order[:16]}'; accepted: asc, desc", "order")
-        items = [_with_id(item, stored.id, i) for i, item in enumerate(stored.input)]
-        if order == "desc":
-            items.reverse()
-        after = request.query_params.get("after")
-        if after is not None:
-            place = next((i for i, item in enumerate(items) if item.id == after), None)
-            if place is None:
-                raise InvalidValue("no item of this id in the list", "after")
-            items = items[place + 1 :]
-        return _page(items[:limit], more=len(items) > limit)
+        return page_of(request, [_with_id(item, stored.id, i) for i, item in enumerate(stored.input)], lambda item: item.id)
 
     async def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["id"]
-        stored = await self.services.store.get(_principal(request).id, response_id)
+        stored = await self.services.store.get(principal_of(request).id, response_id)
         if stored is None:
             raise no_response(response_id)
         return stored
@@ -156,7 +150,8 @@ class Api:
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def models(self, request: Request) -> Response:
-        return _page([_Named(name) for name in self._model_names()], more=False)
+        models = [_model_object(name) for name in self._model_names()]
+        return page(models, more=False, id_of=lambda model: model["id"])
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -167,48 +162,6 @@ class Api:
     def _model_names(self) -> list[str]:
         model = self.services.config.model
         return [model.name, *(alias for alias in model.aliases if alias not in ("*", model.name))]
-
-    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def sessions(self, request: Request) -> Response:
-        limit = _limit(request)
-        rows = await self.services.store.sessions(_principal(request).id, limit + 1, request.query_params.get("after"))
-        return _page(list(rows[:limit]), more=len(rows) > limit)
-
-    async def session(self, request: Request) -> Response:
-        row = await self.services.store.session(_principal(request).id, request.path_params["id"])
-        if row is None:
-            raise _no_session(request.path_params["id"])
-        return json_response(row)
-
-    async def delete_session(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
-        if not await self.services.store.delete_session(_principal(request).id, session_id):
-            raise _no_session(session_id)
-        self.services.worker.forget(session_id)
-        return json_response({"id": session_id, "object": "session", "deleted": True})
-
-    async def checkpoints(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
-        if await self.services.store.session(_principal(request).id, session_id) is None:
-            raise _no_session(session_id)
-        return json_response({"object": "list", "data": await self.services.worker.checkpoints(session_id)})
-
-    async def pin(self, request: Request) -> Response:
-        return await self._pin(request, True)
-
-    async def release(self, request: Request) -> Response:
-        return await self._pin(request, False)
-
-    async def _pin(self, request: Request, pinned: bool) -> Response:
-        """Of the checkpoint that `?checkpoint=` names; without it the deepest is pinned, or all are released."""
-        session_id, checkpoint = request.path_params["id"], request.query_params.get("checkpoint", "")
-        if await self.services.store.session(_principal(request).id, session_id) is None:
-            raise _no_session(session_id)
-        rows = await self.services.worker.pin(session_id, checkpoint, pinned)
-        if rows is None:
-            raise NotFound(f"no checkpoint '{checkpoint[:128]}' in this session", "checkpoint")
-        return json_response({"object": "list", "data": rows})
 
     # ── operation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,18 +197,12 @@ class _Socket:
         await self._api.websocket(scope, receive, send)
 
 
-class _Named:
-    """A model as a row with an id."""
-
-    def __init__(self, name: str) -> None:
-        self.id = name
-
-
 def routes(api: Api) -> list[Route | WebSocketRoute]:
     return [
         WebSocketRoute("/v1/responses", _Socket(api)),
         Route("/v1/responses", api.create, methods=["POST"]),
         Route("/v1/responses/input_tokens", api.input_tokens, methods=["POST"]),
+        Route("/v1/responses/compact", api.compact, methods=["POST"]),
         Route("/v1/responses/{id}", api.get, methods=["GET"]),
         Route("/v1/responses/{id}", api.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
@@ -266,12 +213,7 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
         Route("/", api.here, methods=["HEAD"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{id:path}", api.model, methods=["GET"]),
-        Route("/v1/sessions", api.sessions, methods=["GET"]),
-        Route("/v1/sessions/{id}", api.session, methods=["GET"]),
-        Route("/v1/sessions/{id}", api.delete_session, methods=["DELETE"]),
-        Route("/v1/sessions/{id}/checkpoints", api.checkpoints, methods=["GET"]),
-        Route("/v1/sessions/{id}/pin", api.pin, methods=["POST"]),
-        Route("/v1/sessions/{id}/release", api.release, methods=["POST"]),
+        *SessionsApi(api.services).routes(),
         Route("/healthz", api.healthz, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
@@ -355,14 +297,6 @@ def uvicorn_config(app: App, services: Services) -> uvicorn.Config:
 # ── small shapes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _principal(request: Request) -> Principal:
-    return request.state.principal
-
-
-def _no_session(session_id: str) -> NotFound:
-    return NotFound(f"Session with id '{session_id[:128]}' not found.", "session_id")
-
-
 def _starting_after(request: Request) -> int:
     raw = request.query_params.get("starting_after", "")
     if raw in ("", "-1"):
@@ -370,19 +304,6 @@ def _starting_after(request: Request) -> int:
     if not raw.isascii() or not raw.isdigit() or len(raw) > 9:
         raise InvalidValue(f"got '{raw[:16]}'; accepted: the sequence_number of an event", "starting_after")
     return int(raw)
-
-
-def _limit(request: Request) -> int:
-    raw = request.query_params.get("limit", "20")
-    if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= MAX_PAGE:
-        raise InvalidValue(f"got '{raw[:16]}'; accepted: 1 to {MAX_PAGE}", "limit")
-    return int(raw)
-
-
-def _page(rows: Sequence[Any], *, more: bool) -> Response:
-    data = [_model_object(row.id) if isinstance(row, _Named) else row for row in rows]
-    ends = (rows[0].id, rows[-1].id) if rows else (None, None)
-    return json_response({"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more})
 
 
 def _model_object(name: str) -> dict[str, Any]:

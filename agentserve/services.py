@@ -13,6 +13,7 @@ from agentserve.interfaces import Store, Text, Worker
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody
 from agentserve.replay import Endings
+from agentserve.sealing import Seal
 from agentserve.session.divergence import Contexts
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Services:
 
     threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
     active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
-    background: tasks that nobody waits for.
+    background: tasks that nobody waits for. seal: for what clients carry.
     """
 
     config: Config
@@ -36,6 +37,7 @@ class Services:
     metrics: Metrics = field(default_factory=Metrics)
     contexts: Contexts = field(default_factory=Contexts)
     active: dict[str, Turn] = field(default_factory=dict)
+    seal: Seal = field(default_factory=Seal)
     claims: Claims = field(default_factory=Claims)
     endings: Endings = field(default_factory=Endings)
     background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)

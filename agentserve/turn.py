@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -52,7 +53,7 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
                 await send([on_lane(event, request.stream_id) for event in events], sink)
                 return body
             kept = LocalResponses() if local is None else local
-            running = turn = Turn(request, await resolve(request, services.store, kept), services, kept)
+            running = turn = Turn(request, await resolve(request, services, kept), services, kept)
         finally:
             services.claims.settle(request, turn)
     return await running.sink.attend(sink, request.stream_id)
@@ -71,7 +72,12 @@ class Turn:
             task=lambda: asyncio.create_task(self.run(), name=f"turn-{request.id}"),
             detached=request.options.detach,
         )
-        self.events = ResponseEvents(request.body(services.config), self.sink.put, request.stream_id)
+        self.events = ResponseEvents(
+            request.body(services.config),
+            self.sink.put,
+            request.stream_id,
+            seal=partial(services.seal.seal, request.principal.id, "reasoning") if request.sealed_reasoning else None,
+        )
         self.cancelled = False
         self._queued = False
         self._started = False
@@ -273,7 +279,7 @@ class Turn:
             completed_at=time.time(),
             instructions=request.create.instructions,
             tools=parent.tools if inherited and parent is not None else encode_body(request.tools_echo),
-            input=request.items,
+            input=self.context.own,
             output=body.output,
             body=encode_body(body),
             prompt_ids=rendered.ids.astype("<u4").tobytes(),

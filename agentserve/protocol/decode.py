@@ -16,6 +16,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from agentserve.errors import InvalidValue, MessageTooLarge, UnknownEvent, UnsupportedValue
 from agentserve.protocol.items import (
     MAX_DEPTH,
+    Compaction,
     CustomTool,
     CustomToolCall,
     CustomToolCallOutput,
@@ -23,8 +24,8 @@ from agentserve.protocol.items import (
     FunctionCallOutput,
     FunctionTool,
     IgnoredTool,
+    InputItem,
     InputText,
-    Item,
     Message,
     OutputText,
     Part,
@@ -76,7 +77,9 @@ _OTHER_PARTS = frozenset(
     {"input_image", "input_file", "input_audio", "image_url", "image", "audio", "file", "resource", "resource_link"}
 )
 _ACCEPTED_PARTS = "input_text, output_text, text, refusal"
-_ACCEPTED_ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call, custom_tool_call_output"
+_ACCEPTED_ITEMS = (
+    "message, reasoning, function_call, function_call_output, custom_tool_call, custom_tool_call_output, compaction"
+)
 
 
 class Envelope(Struct, frozen=True):
@@ -210,7 +213,7 @@ def options_of(create: ResponseCreate, *, events_header: bool = False) -> TurnOp
 # ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode_input(raw: Raw, *, max_items: int) -> tuple[Item, ...]:
+def decode_input(raw: Raw, *, max_items: int) -> tuple[InputItem, ...]:
     """`input`: text (empty is no item), or a list of items.
 
     Raises InvalidValue, or UnsupportedValue for items this server cannot show a model.
@@ -229,7 +232,7 @@ def decode_input(raw: Raw, *, max_items: int) -> tuple[Item, ...]:
     return tuple(_item(one, f"input[{i}]") for i, one in enumerate(raws))
 
 
-def _item(raw: Raw, where: str) -> Item:
+def _item(raw: Raw, where: str) -> InputItem:
     head = decode(raw, _ItemHead, where)
     kind = head.type
     if kind is None and head.role is not None:
@@ -251,6 +254,8 @@ def _item(raw: Raw, where: str) -> Item:
         return CustomToolCallOutput(id=wire.id, call_id=wire.call_id, output=output, status=wire.status)
     if kind == "reasoning":
         return decode(raw, Reasoning, where)
+    if kind == "compaction":
+        return decode(raw, Compaction, where)
     if not isinstance(kind, str):
         raise InvalidValue(f"Expected `str`, got `{kind_of(kind)}`; accepted: {_ACCEPTED_ITEMS}", f"{where}.type")
     raise UnsupportedValue(f"item type '{kind[:64]}' is not supported; accepted: {_ACCEPTED_ITEMS}", f"{where}.type")

@@ -127,7 +127,15 @@ class CustomToolCallOutput(Struct, frozen=True, kw_only=True, tag="custom_tool_c
         return self.output if isinstance(self.output, str) else "\n".join(p.text for p in self.output)
 
 
+class Compaction(Struct, frozen=True, kw_only=True, tag="compaction"):
+    """A conversation summed up by `POST /v1/responses/compact`; sealing.py opens it to a message before it goes anywhere."""
+
+    id: str | None = None
+    encrypted_content: str = ""
+
+
 Item = Message | Reasoning | FunctionCall | CustomToolCall | FunctionCallOutput | CustomToolCallOutput
+InputItem = Item | Compaction
 OutputItem = Message | Reasoning | FunctionCall | CustomToolCall
 
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from agentserve.protocol.items import OutputItem
+from agentserve.protocol.items import Compaction, Message, OutputItem
 
 ABSENT = Raw(b"null")
 Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -94,6 +94,15 @@ class InputTokens(Struct, frozen=True, kw_only=True, tag_field="object", tag="re
     """Answer of `POST /v1/responses/input_tokens`."""
 
     input_tokens: int
+
+
+class CompactedResponse(Struct, frozen=True, kw_only=True, tag_field="object", tag="response.compaction"):
+    """Answer of `POST /v1/responses/compact`: the user's messages, then one compaction item."""
+
+    id: str
+    created_at: int
+    output: tuple[Message | Compaction, ...]
+    usage: Usage | None
 
 
 class ResponseCancel(Struct, frozen=True, kw_only=True):

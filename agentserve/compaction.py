@@ -1,0 +1,72 @@
+"""`POST /v1/responses/compact`: the model sums a conversation up, and the client goes on with the summary in its place.
+
+The summary is asked for behind the conversation as it is, so that everything before the question is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agentserve.context import LocalResponses, resolve
+from agentserve.errors import InvalidValue, ServerError
+from agentserve.events import new_id
+from agentserve.http import ResponsesWire, answer_turn, error_response, headers_of, json_response, read_object
+from agentserve.interfaces import Principal
+from agentserve.protocol.items import Compaction, InputText, Item, Message
+from agentserve.protocol.responses import CompactedResponse, ResponseBody, ResponseCreate
+from agentserve.request import accept
+from agentserve.services import Services
+
+MAX_SUMMARY_TOKENS = 2048
+QUESTION = (
+    "The conversation so far has to make room. Write what is needed to go on without it, as plain text and without calling a "
+    "tool: what is to be done, what was decided and why, what was found out (names, paths, numbers), what is done, and what "
+    "comes next. The user's own messages are kept and need no repetition."
+)
+
+
+async def compact(request: Request, services: Services) -> Response:
+    """Body: that of a create. Answers with the user's messages and one compaction item."""
+    create = await read_object(request, services, ResponseCreate)
+    principal: Principal = request.state.principal
+    create = msgspec.structs.replace(
+        create,
+        store=False,
+        stream=None,
+        background=None,
+        generate=None,
+        tool_choice="none",
+        text=None,
+        conversation=None,
+        max_output_tokens=min(create.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS),
+    )
+    turn = accept(create, principal, services.config, headers_of(request), websocket=False)
+    context = await resolve(turn, services, LocalResponses())
+    if not context.items:
+        raise InvalidValue("nothing to compact: there are no items", "input")
+    asked = replace(turn, items=(*turn.items, Message(role="user", content=(InputText(QUESTION),))))
+    return await answer_turn(request, asked, services, _Compacted(services, principal, context.items))
+
+
+class _Compacted(ResponsesWire):
+    """Writes the answer of the turn that sums up."""
+
+    def __init__(self, services: Services, principal: Principal, items: Sequence[Item]) -> None:
+        self._services = services
+        self._principal = principal
+        self._kept = tuple(item for item in items if isinstance(item, Message) and item.role == "user")
+
+    def whole(self, body: ResponseBody) -> Response:
+        summary = "".join(item.text for item in body.output if isinstance(item, Message)).strip()
+        if not summary:
+            return error_response(ServerError("the model wrote no summary; retry"))
+        sealed = self._services.seal.seal(self._principal.id, "compaction", summary)
+        kept = tuple(msgspec.structs.replace(m, id=m.id or new_id("msg"), status="completed") for m in self._kept)
+        output = (*kept, Compaction(id=new_id("cmp"), encrypted_content=sealed))
+        made = CompactedResponse(id=body.id, created_at=body.created_at, output=output, usage=body.usage)
+        return json_response(made)

@@ -1,0 +1,99 @@
+"""Texts that a client carries for the server and cannot read or change: thinking (`encrypted_content`) and compactions.
+
+AES-256-GCM under a key of this server, bound to what the text is and to whom it was given. Its state directory keeps the key,
+so seals hold across restarts; without that file, what clients carry can no longer be opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from agentserve.errors import ConfigError, InvalidValue
+from agentserve.protocol.items import Compaction, InputItem, InputText, Item, Message, Reasoning, ReasoningText
+
+KEY_BYTES = 32
+_NONCE_BYTES = 12
+_VERSION = "as1."
+_SUMMARY = "Summary of the conversation before this point, which was left out to make room:\n\n"
+
+
+class Seal:
+    """Seals and opens texts of principals."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._cipher = AESGCM(key or secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def load(cls, path: Path) -> Seal:
+        """With the key in a file, which is made if it is not there. Raises ConfigError if that cannot be done."""
+        try:
+            if not path.exists():
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(handle, "wb") as out:
+                    out.write(secrets.token_bytes(KEY_BYTES))
+            key = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot use key file {path}: {error.strerror}") from error
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"key file {path} has {len(key)} bytes, not {KEY_BYTES}; delete it and a new key is made")
+        return cls(key)
+
+    def seal(self, principal: str, kind: str, text: str) -> str:
+        """An opaque string for this principal. kind: type of the item that carries it."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "surrogatepass"), _bound(principal, kind))
+        return _VERSION + base64.urlsafe_b64encode(nonce + sealed).decode()
+
+    def open(self, principal: str, kind: str, sealed: str) -> str | None:
+        """The text; None if this is no seal of ours for this principal and kind, or was changed."""
+        if not sealed.startswith(_VERSION):
+            return None
+        try:
+            raw = base64.b64decode(sealed[len(_VERSION) :].encode(), altchars=b"-_", validate=True)
+            if _VERSION + base64.urlsafe_b64encode(raw).decode() != sealed:
+                return None  # the last letter has bits that mean nothing
+            text = self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], _bound(principal, kind))
+        except (ValueError, InvalidTag):
+            return None
+        return text.decode("utf-8", "surrogatepass")
+
+
+def _bound(principal: str, kind: str) -> bytes:
+    return b"agentserve\0" + kind.encode() + b"\0" + principal.encode()
+
+
+def opened(items: Sequence[InputItem], seal: Seal, principal: str, where: str = "input") -> tuple[Item, ...]:
+    """Items as they are rendered and stored. Sealed thinking gets its text, a compaction becomes a message with its summary.
+
+    Raises InvalidValue that names the item whose seal does not hold.
+    """
+    out: list[Item] = []
+    for i, item in enumerate(items):
+        if not isinstance(item, Reasoning | Compaction):
+            out.append(item)
+            continue
+        if not item.encrypted_content:
+            if isinstance(item, Compaction):
+                raise InvalidValue("missing; accepted: what this server made", f"{where}[{i}].encrypted_content")
+            out.append(item)
+            continue
+        kind = "compaction" if isinstance(item, Compaction) else "reasoning"
+        text = seal.open(principal, kind, item.encrypted_content)
+        if text is None:
+            what = "it was changed, or another server or principal got it; accepted: what this server sent, or leave it out"
+            raise InvalidValue(what, f"{where}[{i}].encrypted_content")
+        if isinstance(item, Compaction):
+            out.append(Message(id=item.id, role="user", content=(InputText(_SUMMARY + text),)))
+        elif item.content is None:
+            out.append(msgspec.structs.replace(item, content=(ReasoningText(text),)))
+        else:
+            out.append(item)
+    return tuple(out)
