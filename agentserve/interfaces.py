@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from agentserve.constraints.output import OutputRule
 from agentserve.protocol.items import Item, OutputItem, Tool
 from agentserve.worker.messages import (
     CheckpointRow,
@@ -49,6 +50,7 @@ class RenderRequest:
     retain "all" keeps earlier thinking even where the chat template drops it. thinking False asks the template for none.
     salt separates aliases of principals. prompt False: end with the last item, nothing is to be generated.
     max_tokens: a context that is clearly longer is refused without looking at all of it; None = no limit.
+    rule: what the answer must be, None = anything. No part of the context.
     """
 
     instructions: str | None
@@ -59,6 +61,7 @@ class RenderRequest:
     salt: bytes = b""
     prompt: bool = True
     max_tokens: int | None = None
+    rule: OutputRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Rendered:
 
     item_starts: first token of each item (rising, parallel to the items), so that a token index finds its item; tokens before
     the first belong to the instructions and tools. opens_reasoning: the prompt ends inside an open thinking block.
+    grammar: what the answer must be, in the worker's notation; "" if the request has no rule.
     """
 
     ids: np.ndarray
@@ -74,6 +78,7 @@ class Rendered:
     markers: MarkerTable
     item_starts: tuple[int, ...] = ()
     opens_reasoning: bool = False
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,10 @@ class Text(Protocol):
     """Chat template, tokenizer and dialect of the served model. `render` takes long: call it in a thread."""
 
     def render(self, request: RenderRequest) -> Rendered: ...
+
+    def check_rule(self, rule: OutputRule) -> None:
+        """Raises UnsupportedValue if this model's answers cannot be held to it. May take long."""
+        ...
 
     def parser(self, request: RenderRequest, rendered: Rendered) -> StreamParser: ...
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -17,11 +17,13 @@ from msgspec import UNSET, Raw, UnsetType
 from agentserve.config import Config
 from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
 from agentserve.events import new_id
+from agentserve.fields import fields_named
 from agentserve.interfaces import Principal
-from agentserve.protocol.decode import decode_input, decode_tools, options_of, tool_choice
+from agentserve.protocol.decode import decode_input, decode_tools, options_of
 from agentserve.protocol.items import IgnoredTool, InputItem, Item, Tool
 from agentserve.protocol.machine import stream_id_of
-from agentserve.protocol.responses import ReasoningConfig, ResponseBody, ResponseCreate, TurnOptions
+from agentserve.protocol.responses import EchoText, ReasoningConfig, ResponseBody, ResponseCreate, TextFormat, TurnOptions
+from agentserve.protocol.tool_choice import ToolChoice, tool_choice
 from agentserve.worker.messages import Sampling
 
 SESSION_HEADERS = ("session-id", "x-claude-code-session-id")
@@ -37,7 +39,8 @@ MOST = (1 << 31) - 1
 class TurnRequest:
     """One accepted turn. accepted_at: `time.monotonic()`. tools None: the parent's, if there is one.
 
-    max_output_tokens: as asked, None = the server's default. top_logprobs None = none wanted.
+    max_output_tokens: as asked, None = the server's default. top_logprobs None = none wanted. field_names: of fields that the
+    client knows by another name than Responses.
     """
 
     id: str
@@ -51,12 +54,13 @@ class TurnRequest:
     tools: tuple[Tool, ...] | None
     ignored_tools: tuple[IgnoredTool, ...]
     tools_echo: tuple[Raw, ...]
-    tool_choice: Literal["auto", "none"]
+    tool_choice: ToolChoice
     model: str
     top_logprobs: int | None
     session_hint: str | None
     idempotency_key: str | None
     digest: bytes
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def store(self) -> bool:
@@ -93,6 +97,10 @@ class TurnRequest:
         )
 
     @property
+    def form(self) -> TextFormat | None:
+        return None if self.create.text is None else self.create.text.format
+
+    @property
     def stops(self) -> tuple[str, ...]:
         stop = self.create.stop
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -116,7 +124,8 @@ class TurnRequest:
             safety_identifier=c.safety_identifier,
             store=self.store,
             temperature=config.turn.temperature if c.temperature is None else c.temperature,
-            tool_choice=self.tool_choice,
+            text=EchoText() if self.form is None else EchoText(self.form),
+            tool_choice="auto" if c.tool_choice is None else c.tool_choice,
             tools=self.tools_echo,
             top_logprobs=c.top_logprobs or 0,
             top_p=config.turn.top_p if c.top_p is None else c.top_p,
@@ -132,11 +141,26 @@ def accept(
     *,
     websocket: bool,
     items: tuple[Item, ...] | None = None,
+    field_names: Mapping[str, str] = MappingProxyType({}),
 ) -> TurnRequest:
     """Check a create body. headers: of the request or upgrade, lower case. Raises ApiError.
 
-    items: its `input` if that is decoded already, as for the other APIs, whose errors name their own fields.
+    items: its `input` if that is decoded already, as for the other APIs. field_names: how those call fields of Responses, for
+    errors.
     """
+    with fields_named(field_names):
+        return _accept(create, principal, config, headers, websocket, items, field_names)
+
+
+def _accept(
+    create: ResponseCreate,
+    principal: Principal,
+    config: Config,
+    headers: Mapping[str, str],
+    websocket: bool,
+    items: tuple[Item, ...] | None,
+    field_names: Mapping[str, str],
+) -> TurnRequest:
     _refuse_unsupported(create)
     options = options_of(create, events_header=headers.get("agentserve-events") == "1")
     if create.background:
@@ -167,6 +191,7 @@ def accept(
         session_hint=_session_hint(create, headers),
         idempotency_key=key,
         digest=_digest(create),
+        field_names=field_names,
     )
 
 
@@ -177,9 +202,6 @@ def _refuse_unsupported(create: ResponseCreate) -> None:
         raise InvalidValue("a background response is looked up later, so it must be stored; accepted: store true", "background")
     if create.truncation not in (None, "disabled"):
         raise UnsupportedValue(f"'{create.truncation[:64]}' is not supported; accepted: disabled", "truncation")
-    form = create.text.format if create.text is not None else None
-    if form is not None and form.type != "text":
-        raise UnsupportedValue(f"'{form.type[:64]}' is not supported; accepted: text", "text.format.type")
 
 
 def _check_stop(stop: str | list[str] | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agentserve.config import Config
+from agentserve.constraints.rules import Rules
 from agentserve.idempotency import Claims
 from agentserve.interfaces import Store, Text, Worker
 from agentserve.metrics import Metrics
@@ -26,7 +27,7 @@ class Services:
 
     threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
     active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
-    background: tasks that nobody waits for. seal: for what clients carry.
+    rules: what answers must be. background: tasks that nobody waits for. seal: for what clients carry.
     """
 
     config: Config
@@ -39,5 +40,6 @@ class Services:
     active: dict[str, Turn] = field(default_factory=dict)
     seal: Seal = field(default_factory=Seal)
     claims: Claims = field(default_factory=Claims)
+    rules: Rules = field(default_factory=Rules)
     endings: Endings = field(default_factory=Endings)
     background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)

@@ -17,13 +17,14 @@ import numpy as np
 
 from agentserve.audience import Audience, Sink, on_lane
 from agentserve.cache_report import cache_report
+from agentserve.constraints.output import OutputRule
 from agentserve.context import Context, LocalResponses, resolve
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
 from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
 from agentserve.idempotency import known_answer
 from agentserve.interfaces import Rendered, RenderRequest, StoredResponse
-from agentserve.prompt import render_request
+from agentserve.prompt import output_rule, render_request
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
 from agentserve.protocol.server_events import Event
 from agentserve.replay import encode_cuts, history, send, stored_history, whole_history
@@ -53,17 +54,29 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
                 await send([on_lane(event, request.stream_id) for event in events], sink)
                 return body
             kept = LocalResponses() if local is None else local
-            running = turn = Turn(request, await resolve(request, services, kept), services, kept)
+            context = await resolve(request, services, kept)
+            running = turn = Turn(request, context, services, kept, await output_rule(request, context, services))
         finally:
             services.claims.settle(request, turn)
     return await running.sink.attend(sink, request.stream_id)
 
 
 class Turn:
-    """State of one running turn. sink: those who follow it. local: where its response is kept if it is not to be stored."""
+    """State of one running turn. sink: those who follow it. local: where its response is kept if it is not to be stored.
 
-    def __init__(self, request: TurnRequest, context: Context, services: Services, local: LocalResponses) -> None:
+    rule: what the answer must be, None = anything.
+    """
+
+    def __init__(
+        self,
+        request: TurnRequest,
+        context: Context,
+        services: Services,
+        local: LocalResponses,
+        rule: OutputRule | None = None,
+    ) -> None:
         self.request = request
+        self.rule = rule
         self.context = context
         self.services = services
         self.local = local
@@ -171,7 +184,7 @@ class Turn:
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def render(self) -> Rendered:
-        self._render_request = render_request(self.request, self.context, self.services)
+        self._render_request = render_request(self.request, self.context, self.services, self.rule)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)
 
@@ -311,6 +324,7 @@ class Turn:
             on_miss=request.options.on_miss,
             priority=request.options.priority,
             generate=request.generate,
+            grammar=rendered.grammar,
         )
 
     def _take(self, stream: TokenStream) -> Callable[[Tokens], bool]:

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "event_cost",
     "saved_states",
     "reuse_scenarios",
+    "strict_output",
 )
 
 

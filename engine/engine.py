@@ -155,7 +155,7 @@ class Engine:
         elif request.restore is not None:
             check_hold(request, self.store.get(request.restore))
             restore = self.store.pin(request.restore)
-        sampler = Sampler(request.sampling, request.token_ids, self.info.vocab_size)
+        sampler = Sampler(request.sampling, request.token_ids, self.info.vocab_size, request.mask)
         due_us = self._clock_ns() // 1000 + DEFAULT_DUE_US if request.due_us is None else request.due_us
         seq = Running(request, self._arrivals, sampler, restore, due_us)
         self._arrivals += 1
@@ -323,8 +323,8 @@ class Engine:
             return
         choices = choose_tokens(logits, [s.sampler for s in seqs], [s.output_length for s in seqs])
         for index, (seq, choice) in enumerate(zip(seqs, choices, strict=True)):
-            if choice is None:
-                self._finish(seq, "error", events, error="no token could be chosen with these sampling settings")
+            if isinstance(choice, str):
+                self._finish(seq, "error", events, error=choice)
                 continue
             events.append(TokenEvent(seq.id, choice.token_id, seq.output_length, choice.logprob, choice.top))
             reason = self._accept(seq, choice)

@@ -10,7 +10,8 @@ EngineError
 ├── OutOfRows              no free recurrent-state row; likewise
 ├── SnapshotMismatch       a snapshot does not fit this model or position
 ├── UnknownHold            a hold id that was never given out or was released
-└── NumericalError         NaN or infinity in a request's logits
+├── NumericalError         NaN or infinity in a request's logits
+└── MaskFailed             a request's token mask has no answer, or allows nothing
 """
 
 from __future__ import annotations
@@ -78,3 +79,7 @@ class UnknownHold(EngineError):
 
 class NumericalError(EngineError):
     """NaN or infinity in the logits of one request; that request ends, others go on."""
+
+
+class MaskFailed(EngineError):
+    """A request's token mask has no answer, or allows no token; that request ends, others go on."""

@@ -1,6 +1,6 @@
 """Logits → tokens, one request at a time, so that a token never depends on who shares the batch.
 
-Order: repetition penalty, presence and frequency penalties, log-probabilities, temperature, top-k, top-p, min-p, draw.
+Order: repetition penalty, presence and frequency penalties, mask, log-probabilities, temperature, top-k, top-p, min-p, draw.
 Randomness is a counter, not a stream: the n-th token of a request draws number n of its seed, whatever was restored,
 preempted or cancelled beside it.
 """
@@ -8,6 +8,7 @@ preempted or cancelled beside it.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.types import SamplingParams
+from engine.errors import MaskFailed
+from engine.types import SamplingParams, TokenMask
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +65,11 @@ class StopStrings:
 
 
 class Sampler:
-    """What choosing the tokens of one request needs to remember: seed, counts for penalties, tail for stop strings."""
+    """What choosing the tokens of one request needs to remember: seed, counts for penalties, tail for stop strings, mask."""
 
-    def __init__(self, params: SamplingParams, prompt: np.ndarray, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, prompt: np.ndarray, vocab_size: int, mask: TokenMask | None = None) -> None:
         self.params = params
+        self.mask = mask
         self.seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK
         self.stop = StopStrings(params.stop) if params.stop else None
         self.stop_ids = frozenset(params.stop_token_ids)
@@ -78,19 +81,28 @@ class Sampler:
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._counts = torch.zeros(vocab_size)
         self.plain_greedy = (
-            params.temperature < _GREEDY_BELOW and params.logprobs is None and self._seen is None and self._counts is None
+            params.temperature < _GREEDY_BELOW
+            and params.logprobs is None
+            and self._seen is None
+            and self._counts is None
+            and mask is None
         )
         """The choice is just the argmax, so rows of several requests can be taken at once."""
 
     def observe(self, token: int) -> None:
-        """Count a generated token."""
+        """Take note of a generated token."""
+        if self.mask is not None:
+            self.mask.accept(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
 
     def choose(self, logits: torch.Tensor, index: int) -> Choice:
-        """Draw generated token number index from logits f32 [vocab], all finite. Does not change logits."""
+        """Draw generated token number index from logits f32 [vocab], all finite. Does not change logits.
+
+        Raises MaskFailed.
+        """
         params = self.params
         if self._seen is not None:
             scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
@@ -98,6 +110,8 @@ class Sampler:
         if self._counts is not None:
             present = (self._counts > 0).float()
             logits = logits - params.frequency_penalty * self._counts - params.presence_penalty * present
+        if self.mask is not None:
+            logits = _masked(logits, self.mask.words())
         if params.temperature < _GREEDY_BELOW:
             token = int(logits.argmax())
         else:
@@ -106,7 +120,8 @@ class Sampler:
             return Choice(token)
         logprobs = logits.log_softmax(-1)
         best = torch.topk(logprobs, min(params.logprobs + 1, len(logprobs)))
-        others = [(i, p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if i != token]
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        others = [(i, p) for i, p in pairs if i != token and p > -math.inf]
         return Choice(token, float(logprobs[token]), tuple(others[: params.logprobs]))
 
     def _draw(self, logits: torch.Tensor, u: float) -> int:
@@ -122,7 +137,7 @@ class Sampler:
             p, ids = _most_probable(x, params.top_p)
         else:
             p = x.softmax(-1).numpy()
-        keep = np.ones(len(p), dtype=bool)
+        keep = p > 0.0 if self.mask is not None else np.ones(len(p), dtype=bool)
         if params.top_p < 1.0:
             # The smallest set that reaches top_p of what top-k left; its first token always.
             keep &= p.cumsum() - p < params.top_p
@@ -134,6 +149,16 @@ class Sampler:
         # Rounding may put u beyond the last sum: then the last token kept is meant.
         at = min(at, int(keep.nonzero()[0][-1]))
         return at if ids is None else int(ids[at])
+
+
+def _masked(logits: torch.Tensor, words: np.ndarray | None) -> torch.Tensor:
+    """Logits with minus infinity where the mask forbids. Raises MaskFailed if it forbids everything."""
+    if words is None:
+        return logits
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)]
+    if len(bits) < len(logits) or not bits.any():
+        raise MaskFailed(f"the mask allows {int(bits.sum())} of {len(bits)} tokens, the vocabulary has {len(logits)}")
+    return logits.masked_fill(torch.from_numpy(bits) == 0, -math.inf)
 
 
 def _most_probable(x: torch.Tensor, mass: float) -> tuple[np.ndarray, torch.Tensor]:
@@ -157,13 +182,13 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return good.tolist()
 
 
-def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice | None]:
+def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice | str]:
     """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request.
 
-    None where a request's own settings leave nothing to choose from, which must not touch the others.
+    Text where a request's own settings or mask leave nothing to choose from, which must not touch the others: it says why.
     """
     best: list[int] | None = None
-    choices: list[Choice | None] = []
+    choices: list[Choice | str] = []
     for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
         if sampler.plain_greedy:
             if best is None:
@@ -172,7 +197,9 @@ def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Se
         else:
             try:
                 choices.append(sampler.choose(logits[row], index))
+            except MaskFailed as error:
+                choices.append(str(error))
             except (ArithmeticError, IndexError, RuntimeError, ValueError):
                 log.exception("no token chosen sampling=%s", sampler.params)
-                choices.append(None)
+                choices.append("no token could be chosen with these sampling settings")
     return choices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NewType, Protocol
 
 import numpy as np
 
@@ -91,6 +91,24 @@ class SamplingParams:
     stop: tuple[bytes, ...] = ()
 
 
+class TokenMask(Protocol):
+    """Which token may come next in one request. Called by the engine's thread; may work in another one between the calls.
+
+    The engine calls `words` once before each draw and `accept` with what was drawn.
+    """
+
+    def words(self) -> np.ndarray | None:
+        """uint32 [≥ vocab_size / 32]: token i is allowed if bit i % 32 of word i // 32 is set. None: every token is.
+
+        Raises MaskFailed if there is no answer; the request ends with an error.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The token that was drawn. A good moment to begin with the next mask: a forward pass comes first."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One turn for the engine.
@@ -102,6 +120,7 @@ class Request:
     hold_at_end: hold the state when generation ends (position = tokens forwarded, so without the last sampled token).
     due_us: when its first token should come, µs of the engine's clock; None = DEFAULT_DUE_US after it is submitted.
     priority: a higher one goes first among equally pressing ones. share: who its work is counted to; equal shares share.
+    mask: limits what is drawn; None = nothing does.
     """
 
     id: str
@@ -114,6 +133,7 @@ class Request:
     due_us: int | None = None
     priority: int = 0
     share: str = ""
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from msgspec import UNSET, Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentserve.compat.fields import fields_named
 from agentserve.config import Config
-from agentserve.errors import UnsupportedValue
+from agentserve.errors import InvalidValue, UnsupportedValue
+from agentserve.fields import fields_named
 from agentserve.http import answer_turn, headers_of, json_response, read_object
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.chat import (
@@ -27,11 +27,13 @@ from agentserve.protocol.chat import (
     CompletionDetails,
     Logprobs,
     PromptDetails,
+    ResponseFormat,
     Said,
     ToolCall,
     decode_messages,
 )
 from agentserve.protocol.codec import encode
+from agentserve.protocol.decode import convert
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, Reasoning, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
 from agentserve.request import accept
@@ -40,15 +42,23 @@ from agentserve.services import Services
 WAITING = b": waiting\n\n"
 """A comment: resets idle timers, and no client shows it."""
 DONE = b"data: [DONE]\n\n"
-FIELDS = {"text.format": "response_format", "input": "messages"}
+FIELDS = {"text.format.schema": "response_format.json_schema.schema", "text.format": "response_format", "input": "messages"}
 
 
 async def create_completion(request: Request, services: Services) -> Response:
     """`POST /v1/chat/completions`."""
     chat = await read_object(request, services, ChatCreate)
-    create, items = to_create(chat, services.config)
     with fields_named(FIELDS):
-        turn = accept(create, request.state.principal, services.config, headers_of(request), websocket=False, items=items)
+        create, items = to_create(chat, services.config)
+    turn = accept(
+        create,
+        request.state.principal,
+        services.config,
+        headers_of(request),
+        websocket=False,
+        items=items,
+        field_names=FIELDS,
+    )
     include_usage = chat.stream_options is not None and chat.stream_options.include_usage
     wire = ChatWire(chat.model, include_usage=include_usage)
     return await answer_turn(request, turn, services, wire)
@@ -74,7 +84,7 @@ def to_create(chat: ChatCreate, config: Config) -> tuple[ResponseCreate, tuple[A
         metadata=chat.metadata,
         prompt_cache_key=chat.prompt_cache_key,
         reasoning=None if effort is None else ReasoningConfig(effort=effort),
-        text=None if form is None else TextConfig(format=_format(form.type, form.json_schema)),
+        text=None if form is None else TextConfig(format=_format(form)),
         temperature=chat.temperature,
         top_p=chat.top_p,
         top_logprobs=chat.top_logprobs if chat.logprobs else None,
@@ -110,9 +120,13 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
-def _format(kind: str, schema: dict[str, Any] | None) -> TextFormat:
-    """A schema stands one level deeper here."""
-    return msgspec.convert({**(schema or {}), "type": kind}, TextFormat)
+def _format(form: ResponseFormat) -> TextFormat:
+    """A schema and what belongs to it stand one level deeper here."""
+    if form.type == "json_schema":
+        if form.json_schema is None:
+            raise InvalidValue("missing", "response_format.json_schema")
+        return convert({**form.json_schema, "type": form.type}, TextFormat, "response_format.json_schema")
+    return TextFormat(type=form.type, pattern=form.pattern, syntax=form.syntax, definition=form.definition)
 
 
 class ChatWire:

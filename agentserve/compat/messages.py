@@ -11,12 +11,13 @@ from msgspec import UNSET, Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentserve.compat.fields import fields_named
 from agentserve.config import Config
+from agentserve.fields import fields_named
 from agentserve.http import FAILED_STATUS, answer_turn, count, headers_of, json_response, read_object
 from agentserve.protocol import messages as ms
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.codec import messages_error, sse
+from agentserve.protocol.decode import convert
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, OutputItem, Reasoning, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
 from agentserve.request import TurnRequest, accept
@@ -40,9 +41,10 @@ async def count_message_tokens(request: Request, services: Services) -> Response
 
 async def _accept(request: Request, services: Services) -> TurnRequest:
     body = await read_object(request, services, ms.MessagesCreate)
-    create, items = to_create(body, services.config)
     with fields_named(FIELDS):
-        return accept(create, request.state.principal, services.config, headers_of(request), websocket=False, items=items)
+        create, items = to_create(body, services.config)
+    principal, headers = request.state.principal, headers_of(request)
+    return accept(create, principal, services.config, headers, websocket=False, items=items, field_names=FIELDS)
 
 
 def to_create(body: ms.MessagesCreate, config: Config) -> tuple[ResponseCreate, tuple[Any, ...]]:
@@ -63,7 +65,7 @@ def to_create(body: ms.MessagesCreate, config: Config) -> tuple[ResponseCreate, 
         max_output_tokens=body.max_tokens,
         metadata={k: v for k, v in metadata.items() if isinstance(v, str) and k.startswith(OUR_METADATA)} or None,
         reasoning=None if thinking else ReasoningConfig(effort="none"),
-        text=None if form is None else TextConfig(format=TextFormat(type=str(form.get("type")))),
+        text=None if form is None else TextConfig(format=_format(form)),
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -71,6 +73,13 @@ def to_create(body: ms.MessagesCreate, config: Config) -> tuple[ResponseCreate, 
         agentserve=body.agentserve,
     )
     return create, items
+
+
+def _format(form: dict[str, Any]) -> TextFormat:
+    """A schema that is asked for here is to be kept exactly."""
+    if form.get("type") == "json_schema":
+        form = {**form, "strict": True}
+    return convert(form, TextFormat, "text.format")
 
 
 def _tool_choice(choice: ms.Choice | None) -> Any:

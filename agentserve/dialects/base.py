@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from agentserve.constraints.lark import LarkWriter
+from agentserve.constraints.output import Schema
 from agentserve.interfaces import Delta
 from agentserve.protocol.items import CustomTool, Tool
 
@@ -39,17 +41,32 @@ class CallParser(Protocol):
 
 
 class Dialect(Protocol):
-    """One family of models. name: as in the registry and the configuration. trims: outer white space is the template's."""
+    """One family of models. name: as in the registry and the configuration. trims: outer white space is the template's.
+
+    after_thinking: what templates of the family write behind a thinking block. between_blocks: and between two call blocks.
+    many_in_block: a block may hold several calls; block_space is then what stands before, between and behind them.
+    """
 
     name: str
     markers: Markers
     trims: bool
+    after_thinking: str
+    between_blocks: str
+    many_in_block: bool
+    block_space: tuple[str, str, str]
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The block between the call markers, as chat templates of this family write it."""
         ...
 
     def call_parser(self, tools: Sequence[Tool]) -> CallParser: ...
+
+    def call_rule(self, writer: LarkWriter, name: str, schema: Schema) -> str:
+        """Body of the grammar rule of one call with arguments of this schema, as write_call would write it.
+
+        Raises UnsupportedValue if its syntax cannot hold arguments to the schema.
+        """
+        ...
 
 
 def is_custom(name: str, tools: Sequence[Tool]) -> bool:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentserve.constraints.lark import LarkWriter, literal
+from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Markers, is_custom
 from agentserve.dialects.jsonscan import ObjectScan
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta
-from agentserve.protocol.items import Tool
-from agentserve.text.messages import CUSTOM_INPUT
+from agentserve.protocol.items import CUSTOM_INPUT, Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -19,6 +20,10 @@ class Hermes:
     name = "hermes"
     markers = Markers()
     trims = True
+    after_thinking = "\n\n"
+    between_blocks = "\n"
+    many_in_block = False
+    block_space = ("", "", "")
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         call = {"name": name, "arguments": arguments}
@@ -26,6 +31,10 @@ class Hermes:
 
     def call_parser(self, tools: Sequence[Tool]) -> CallParser:
         return JsonCall(tools)
+
+    def call_rule(self, writer: LarkWriter, name: str, schema: Schema) -> str:
+        head = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        return f"{literal(head)} {writer.json(schema)} {literal('}' + chr(10))}"
 
 
 class JsonCall:

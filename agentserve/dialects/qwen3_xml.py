@@ -11,7 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentserve.constraints.lark import LarkWriter, literal
+from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Markers, is_custom
+from agentserve.dialects.parameters import parameter_rules
 from agentserve.dialects.schema import Types, parameter_types, typed_value
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta
 from agentserve.protocol.items import Tool
@@ -28,6 +31,10 @@ class Qwen3Xml:
     name = "qwen3_xml"
     markers = Markers()
     trims = True
+    after_thinking = "\n\n"
+    between_blocks = "\n"
+    many_in_block = False
+    block_space = ("", "", "")
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         lines = [f"\n<function={name}>\n"]
@@ -39,6 +46,13 @@ class Qwen3Xml:
 
     def call_parser(self, tools: Sequence[Tool]) -> CallParser:
         return XmlCall(tools)
+
+    def call_rule(self, writer: LarkWriter, name: str, schema: Schema) -> str:
+        parameters = parameter_rules(
+            writer, name, schema, lambda key, string: literal(f"<parameter={key}>\n"), "\n</parameter>\n", (_CLOSE,)
+        )
+        head = literal(f"\n<function={name}>\n")
+        return f"{head} {parameters} {literal('</function>' + chr(10))}"
 
 
 class XmlCall:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentserve.protocol.items import FunctionTool, Tool
+from agentserve.constraints.schemas import resolve
+from agentserve.protocol.items import MAX_DEPTH, FunctionTool, Tool
 
 Types = frozenset[str]
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
@@ -15,16 +16,23 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(
 def parameter_types(name: str, tools: Sequence[Tool]) -> Mapping[str, Types]:
     """JSON type names of each parameter of a tool; absent where the schema says nothing."""
     tool = next((t for t in tools if isinstance(t, FunctionTool) and t.name == name), None)
-    properties = ((tool.parameters or {}) if tool else {}).get("properties")
+    root = (tool.parameters or {}) if tool else {}
+    properties = root.get("properties")
     if not isinstance(properties, dict):
         return {}
-    found = {key: _types(schema) for key, schema in properties.items()}
+    found = {key: types_of(schema, root) for key, schema in properties.items()}
     return {key: types for key, types in found.items() if types}
 
 
-def _types(schema: Any) -> Types:
-    if not isinstance(schema, dict):
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
+    """Type names that values of a schema may have; none if it does not say. root: what its references refer to."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return frozenset()
+    if isinstance(schema.get("$ref"), str):
+        try:
+            return types_of(resolve(root, schema["$ref"]), root, depth + 1)
+        except LookupError:
+            return frozenset()
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset((kind,))
@@ -32,7 +40,9 @@ def _types(schema: Any) -> Types:
         return frozenset(k for k in kind if isinstance(k, str))
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(_types(s) for s in schema[word]))
+            return frozenset().union(*(types_of(s, root, depth + 1) for s in schema[word]))
+    if isinstance(schema.get("allOf"), list):
+        return next((found for part in schema["allOf"] if (found := types_of(part, root, depth + 1))), frozenset())
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(_NAMES[type(v)] for v in values if type(v) in _NAMES)
 

@@ -27,7 +27,8 @@ class _State(Enum):
 class DialectParser:
     """Implements interfaces.StreamParser.
 
-    opens_reasoning: the prompt ends inside an open thinking block.
+    opens_reasoning: the prompt ends inside an open thinking block. literal: the text has a form of its own, so that its white
+    space is kept, and markers spelled in it are text.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class DialectParser:
         tools: Sequence[Tool] = (),
         *,
         opens_reasoning: bool = False,
+        literal: bool = False,
     ) -> None:
         self._dialect = dialect
         self._tokenizer = tokenizer
@@ -61,6 +63,8 @@ class DialectParser:
         self._held = ""
         self._blank = ""
         self._fresh = True
+        self._literal = literal
+        self._skip = ""
         self._call: CallParser | None = None
         self._raw_call: list[str] = []
         self._out: list[Delta] = []
@@ -127,6 +131,8 @@ class DialectParser:
     def _wanted(self) -> list[str]:
         if self._state is _State.CALL:
             return [m for m in self._by_text if m == self._dialect.markers.call_close]
+        if self._literal and self._state is _State.TEXT and not self._fresh:
+            return []
         return self._by_text
 
     def _release(self) -> None:
@@ -145,11 +151,13 @@ class DialectParser:
         elif marker == markers.call_open:
             self._enter(_State.CALL)
             self._call = self._dialect.call_parser(self._tools)
+            self._literal = False
             self._raw_call = []
         elif marker == markers.think_open:
             self._enter(_State.REASONING)
         elif marker == markers.think_close:
             self._enter(_State.TEXT)
+            self._skip = self._dialect.after_thinking
         # A closing call marker outside of a call closes nothing.
 
     def _enter(self, state: _State) -> None:
@@ -164,7 +172,10 @@ class DialectParser:
             self._raw_call.append(text)
             self._out += self._call.push(text)
             return
-        if self._dialect.trims:
+        if self._literal and self._state is _State.TEXT:
+            text = self._behind_thinking(text)
+            self._fresh = self._fresh and not text
+        elif self._dialect.trims:
             # Outer white space belongs to the template; what is inside must wait until something follows it.
             if self._fresh:
                 text = text.lstrip()
@@ -177,6 +188,15 @@ class DialectParser:
             text = kept
         if text:
             self._out.append(ReasoningDelta(text) if self._state is _State.REASONING else TextDelta(text))
+
+    def _behind_thinking(self, text: str) -> str:
+        """Text without what the dialect writes between thinking and answer."""
+        while self._skip and text:
+            if text[0] != self._skip[0]:
+                self._skip = ""
+            else:
+                text, self._skip = text[1:], self._skip[1:]
+        return text
 
     def _end_call(self, *, closed: bool) -> None:
         call, self._call = self._call, None

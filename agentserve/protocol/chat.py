@@ -33,8 +33,13 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Struct, frozen=True, kw_only=True):
+    """pattern, syntax, definition: as in Responses, for the types regex and grammar, which are not in the standard."""
+
     type: str = "text"
     json_schema: dict[str, Any] | None = None
+    pattern: str | None = None
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class ChatCreate(Struct, frozen=True, kw_only=True):

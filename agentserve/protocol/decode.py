@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -151,6 +151,11 @@ def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
         if mended is not None:
             return _guard(lambda: msgspec.json.decode(mended, type=kind), kind, where)
     return _guard(lambda: msgspec.json.decode(data, type=kind), kind, where)
+
+
+def convert(value: Any, kind: type[T], where: str = "") -> T:
+    """Decoded JSON as `kind`. Raises InvalidValue with the path."""
+    return _guard(lambda: msgspec.convert(value, kind), kind, where)
 
 
 def _without_lone_surrogates(data: bytes | str | Raw) -> str | None:
@@ -361,21 +366,6 @@ def _named(tool: FunctionTool | CustomTool, where: str) -> Tool:
 def _check_depth(value: Any, where: str) -> None:
     if nesting(value, MAX_DEPTH) > MAX_DEPTH:
         raise InvalidValue(f"nested more than {MAX_DEPTH} levels deep", where)
-
-
-def tool_choice(value: Any) -> Literal["auto", "none"]:
-    """None and "auto" → auto. Choices that need constrained decoding are refused by name."""
-    if value is None or value in ("auto", "none"):
-        return "none" if value == "none" else "auto"
-    if value == "required":
-        raise UnsupportedValue("'required' is not supported; accepted: auto, none", "tool_choice")
-    if isinstance(value, dict):
-        kind = value.get("type")
-        if kind == "allowed_tools" and value.get("mode") == "auto":
-            raise UnsupportedValue("'allowed_tools' is not supported; send only the allowed tools in `tools`", "tool_choice")
-        shown = kind[:64] if isinstance(kind, str) else kind_of(kind)
-        raise UnsupportedValue(f"a named choice ('{shown}') is not supported; accepted: auto, none", "tool_choice")
-    raise InvalidValue(f"Expected `str` or an object, got `{kind_of(value)}`; accepted: auto, none", "tool_choice")
 
 
 def kind_of(value: Any) -> str:

@@ -168,6 +168,9 @@ class IgnoredTool(Struct, frozen=True):
     name: str | None = None
 
 
+CUSTOM_INPUT = "input"
+"""Argument under which a custom tool's free text travels; the model sees a function with this one string parameter."""
+
 MAX_DEPTH = 64
 """Nesting of a tool's schema and of a call's arguments: deeper ones are kept away from whatever walks them recursively."""
 

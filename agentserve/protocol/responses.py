@@ -39,8 +39,20 @@ class ReasoningConfig(Struct, frozen=True, kw_only=True):
     summary: str | None = None
 
 
-class TextFormat(Struct, frozen=True, kw_only=True):
-    type: str = "text"
+class TextFormat(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Form of the answer's text. json_schema: name, description, schema, strict. json_object: nothing more.
+
+    Not in the standard: regex (pattern, for the whole text) and grammar (syntax lark or regex, definition).
+    """
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    pattern: str | None = None
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class TextConfig(Struct, frozen=True, kw_only=True):
@@ -161,12 +173,10 @@ class IncompleteDetails(Struct, frozen=True):
     reason: str
 
 
-class EchoFormat(Struct, frozen=True):
-    type: str = "text"
-
-
 class EchoText(Struct, frozen=True):
-    format: EchoFormat = EchoFormat()
+    """format: as the client sent it."""
+
+    format: TextFormat = TextFormat(type="text")
 
 
 class ResponseBody(Struct, frozen=True, kw_only=True):

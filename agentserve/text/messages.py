@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentserve.protocol.items import (
+    CUSTOM_INPUT,
     MAX_DEPTH,
     CustomToolCall,
     CustomToolCallOutput,
@@ -29,9 +30,6 @@ from agentserve.text.opaque import ContentTable, Document
 
 Role = Literal["system", "user", "assistant", "tool"]
 Trim = Literal["none", "space", "lines"]
-
-CUSTOM_INPUT = "input"
-"""Argument under which a custom tool's free text travels; the model sees a function with this one string parameter."""
 
 ERROR_PREFIX = "Error: "
 """Put before a failed MCP result, which has no other place in a chat template."""

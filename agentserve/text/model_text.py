@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
+from llguidance import LLMatcher
 
+from agentserve.constraints.lark import LarkWriter
+from agentserve.constraints.output import OutputRule
 from agentserve.dialects.base import Dialect
+from agentserve.dialects.grammar import Thinking, answer_grammar
 from agentserve.dialects.registry import dialect_of, get_dialect
 from agentserve.dialects.stream import DialectParser
-from agentserve.errors import TurnFailure
+from agentserve.errors import TurnFailure, UnsupportedValue
 from agentserve.interfaces import Rendered, RenderRequest
 from agentserve.protocol.items import OutputItem
 from agentserve.text.aliases import AliasBook, NoAliases
@@ -50,7 +55,7 @@ class ModelText:
         than request.max_tokens by so much that the exact length is not worth knowing.
         """
         try:
-            return self.renderer.render(request, prompt=request.prompt)
+            rendered = self.renderer.render(request, prompt=request.prompt)
         except TemplateError as error:
             raise TurnFailure("invalid_prompt", str(error), "input") from error
         except TooManyTokens as error:
@@ -58,10 +63,39 @@ class ModelText:
                 f"the prompt has {error.tokens} tokens or more; this model serves at most {request.max_tokens} with the answer"
             )
             raise TurnFailure("context_length_exceeded", message, "input") from error
+        if request.rule is None or not request.prompt:
+            return rendered
+        thinking = "open" if rendered.opens_reasoning else "allowed" if request.thinking else "none"
+        return replace(rendered, grammar=self.grammar(request.rule, thinking))
+
+    def grammar(self, rule: OutputRule, thinking: Thinking) -> str:
+        """Of an answer. Raises UnsupportedValue."""
+        markers = self.dialect.markers
+        if rule.schemas and not (self.traits.calls and markers.call_open):
+            raise UnsupportedValue("the chat template of this model knows no tools", "tools")
+        writer = LarkWriter(self._marker_id, astuple(markers))
+        return answer_grammar(self.dialect, rule, writer, thinking)
+
+    def _marker_id(self, text: str) -> int | None:
+        marker = self.tokenizer.markers.get(text)
+        return None if marker is None else marker.id
+
+    def check_rule(self, rule: OutputRule) -> None:
+        """Raises UnsupportedValue if answers cannot be held to it."""
+        reason = LLMatcher.validate_grammar(self.grammar(rule, "open"))
+        if reason:
+            raise UnsupportedValue(
+                f"this cannot be enforced: {reason.splitlines()[0]}", "text.format" if rule.form else "tools"
+            )
 
     def parser(self, request: RenderRequest, rendered: Rendered) -> DialectParser:
         return DialectParser(
-            self.dialect, self.tokenizer, self.markers, request.tools, opens_reasoning=rendered.opens_reasoning
+            self.dialect,
+            self.tokenizer,
+            self.markers,
+            request.tools,
+            opens_reasoning=rendered.opens_reasoning,
+            literal=request.rule is not None and request.rule.form is not None,
         )
 
     def learn(self, request: RenderRequest, rendered: Rendered, output: Sequence[OutputItem], generated: np.ndarray) -> None:

@@ -96,6 +96,11 @@ class Tokenizer:
         """Ids of those texts that are one token here."""
         return tuple(self.markers[t].id for t in texts if t in self.markers)
 
+    @property
+    def control_ids(self) -> list[int]:
+        """Ids of all markers."""
+        return sorted(self.marker_by_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token, which may be part of a character; empty for an id outside the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""

@@ -7,6 +7,7 @@ finish first; SIGINT is the server's business (a terminal sends it to both).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from agentserve import logs
 from agentserve.session.database import upgrade
+from agentserve.text.tokenizer import Tokenizer
+from agentserve.worker.grammars import Grammars
 from agentserve.worker.messages import (
     PROTOCOL_VERSION,
     CancelTurn,
@@ -45,6 +48,8 @@ REPORT_S = 1.0
 """Between load reports while there is work; an idle worker says nothing."""
 DRAIN_FLUSH_S = 4.0
 """For writing saved states at the end; the supervisor kills after five seconds."""
+COMPILING_POLL_S = 0.25
+"""While a grammar compiles and the engine has nothing to do: for deadlines. The end of a compilation wakes the loop."""
 CRASH_FLUSH_S = 2.0
 """The same when the server is gone: only what was to be written anyway, since another server may be starting."""
 PASSES_THAT_MAY_FAIL = 3
@@ -75,8 +80,11 @@ class Worker:
         """Serve until drained. Raises PipeClosed when the server is gone."""
         report_at = 0.0
         while not (self._draining and self._turns.running == 0):
-            for frame in self._pipe.receive(0.0 if self._engine.has_work else None):
+            idle_s = COMPILING_POLL_S if self._turns.compiling else None
+            for frame in self._pipe.receive(0.0 if self._engine.has_work else idle_s):
                 self._take(frame)
+            if self._turns.compiling:
+                self._turns.poll()
             ended = self._step() if self._engine.has_work else False
             now = time.monotonic()
             if ended or self._report_now or now >= report_at:
@@ -168,11 +176,13 @@ def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) 
     )
 
 
+def load_tokenizer(settings: WorkerSettings) -> Tokenizer:
+    return Tokenizer.load(Path(settings.model_dir))
+
+
 def token_table(settings: WorkerSettings, vocab_size: int) -> Sequence[bytes]:
     """Bytes of every token id, for stop strings."""
-    from agentserve.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(Path(settings.model_dir))
+    tokenizer = load_tokenizer(settings)
     return [tokenizer.token_bytes(token) for token in range(vocab_size)]
 
 
@@ -205,7 +215,15 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     pipe.flush()
     log.info("worker ready model=%s backend=%s load_s=%.1f", settings.model_name, info.backend, time.monotonic() - started)
     bridge = StateBridge(engine, states.cache, states.want)
-    turns = TurnLoop(engine, bridge, pipe.send, flush=pipe.flush, token_bytes=lambda: token_table(settings, info.vocab_size))
+    grammars = Grammars(lambda: load_tokenizer(settings), info.vocab_size, lambda: _wake(wake))
+    turns = TurnLoop(
+        engine,
+        bridge,
+        pipe.send,
+        flush=pipe.flush,
+        token_bytes=lambda: token_table(settings, info.vocab_size),
+        grammars=grammars,
+    )
     worker = Worker(pipe, engine, turns, bridge)
 
     def on_terminate(_signal: int, _frame: object) -> None:
@@ -221,10 +239,18 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     try:
         worker.run()
     except PipeClosed:
+        grammars.close()
         states.close(CRASH_FLUSH_S, everything=False)
         raise
+    grammars.close()
     states.close(DRAIN_FLUSH_S)
     return 0
+
+
+def _wake(wake: socket.socket) -> None:
+    """End the loop's wait. From any thread, also while the process ends."""
+    with contextlib.suppress(OSError):
+        wake.send(b"x")
 
 
 def _refuse(pipe: WorkerPipe, message: str, *, permanent: bool) -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -53,6 +53,7 @@ class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     to the first token, None = default, reported only.
     on_miss "fail": end the turn as failed (`deadline_exceeded`) when the deadline passes before the first token; what was
     prefilled is kept as a checkpoint.
+    grammar: what the answer must be, in llguidance's notation; "" = anything.
     """
 
     turn_id: str
@@ -67,6 +68,7 @@ class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     on_miss: Literal["continue", "fail"] = "continue"
     priority: int = 0
     generate: bool = True
+    grammar: str = ""
 
 
 class CancelTurn(msgspec.Struct, frozen=True, tag="cancel"):

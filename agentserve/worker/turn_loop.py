@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import groupby
 
 import numpy as np
 
 from agentserve.deadlines import predict_ttft_us
+from agentserve.worker.grammars import COMPILE_S, GrammarMask, GrammarRefused, Grammars
 from agentserve.worker.measure import Measure
 from agentserve.worker.messages import (
     Checkpoints,
@@ -41,7 +43,7 @@ class TurnLoop:
 
     send(frame): takes a frame for the server. flush(): sends on what it took, called where work follows that no frame should
     wait for. token_bytes(): bytes of every token id, asked for once, at the first turn with
-    stop strings.
+    stop strings. grammars: compiles those of turns; None refuses such turns.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TurnLoop:
         *,
         flush: Callable[[], None] = lambda: None,
         token_bytes: Callable[[], Sequence[bytes]] | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -59,17 +62,25 @@ class TurnLoop:
         self._send = send
         self._flush = flush
         self._token_bytes = token_bytes
+        self._grammars = grammars
         self._clock = clock
         self._measure = Measure()
         bridge.worth = self._measure.worth_restoring
         self._turns: dict[str, TurnRecord] = {}
         self._held: dict[str, tuple[str, int]] = {}
         """Turns that wait for another one's checkpoint: (that turn, its position)."""
+        self._compiling: dict[str, Future[GrammarMask]] = {}
+        """Turns that wait for their grammar."""
 
     @property
     def running(self) -> int:
         """Turns that have not ended."""
         return len(self._turns)
+
+    @property
+    def compiling(self) -> int:
+        """Turns that `poll` must be called for, whether or not the engine has work."""
+        return len(self._compiling)
 
     # ── what the server asks ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,8 +92,42 @@ class TurnLoop:
             self._send(refusal)
             return
         turn = self._turns[start.turn_id] = TurnRecord(start, ids, self._clock())
-        if not self._wait_for_another(turn):
+        if start.grammar and start.generate:
+            self._compile(turn)
+        elif not self._wait_for_another(turn):
             self._begin_or_fail(turn)
+
+    def _compile(self, turn: TurnRecord) -> None:
+        if self._grammars is None:
+            self._fail(turn, "invalid_value", "this worker compiles no grammars", None)
+            return
+        ends = (*self._engine.info.eos_token_ids, *turn.start.markers.turn_end)
+        self._compiling[turn.id] = self._grammars.compile(turn.start.grammar, ends)
+
+    def poll(self) -> None:
+        """Begin turns whose grammar is compiled, and end those that wait too long for it."""
+        for turn_id, future in list(self._compiling.items()):
+            turn = self._turns[turn_id]
+            if not future.done():
+                if self._clock() - turn.received_at > COMPILE_S:
+                    future.cancel()
+                    del self._compiling[turn_id]
+                    message = f"the grammar was not compiled after {COMPILE_S:.0f} s: make the schema smaller"
+                    self._fail(turn, "invalid_value", message, None)
+                continue
+            del self._compiling[turn_id]
+            try:
+                turn.mask = future.result()
+            except GrammarRefused as error:
+                self._fail(turn, "invalid_value", f"the grammar cannot be used: {error}", None)
+            except Exception as error:
+                log.exception("grammar failed turn=%s", turn_id)
+                self._fail(turn, "server_error", f"the grammar could not be compiled: {type(error).__name__}")
+            else:
+                if not self._wait_for_another(turn):
+                    self._begin_or_fail(turn)
+        if self._compiling:
+            self._enforce_deadlines()
 
     def _wait_for_another(self, turn: TurnRecord) -> bool:
         """Hold the turn back while another one computes what it needs."""
@@ -91,6 +136,7 @@ class TurnLoop:
             for other in self._turns.values()
             if other is not turn
             and other.id not in self._held
+            and other.id not in self._compiling
             and other.start.salt == turn.start.salt
             and other.first_token_at is None
             and not other.cancelled
@@ -249,6 +295,7 @@ class TurnLoop:
                 sampling=self._sampling(turn.start),
                 restore=snapshot,
                 cuts=self._bridge.plan_cuts(turn, after),
+                mask=turn.mask,
             )
         )
 
@@ -330,7 +377,7 @@ class TurnLoop:
 
     def _cancel(self, turn: TurnRecord) -> None:
         turn.cancelled = True
-        if self._held.pop(turn.id, None) is not None:
+        if self._held.pop(turn.id, None) is not None or self._compiling.pop(turn.id, None) is not None:
             self._drop(turn)
             self._send(turn.last_frame("cancelled", None, self._clock()))
             return

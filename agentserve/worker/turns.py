@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentserve.worker.messages import Progress, StartTurn, TokenLogprob, Tokens, TurnFailed, TurnFinished
-from engine.types import FinishReason, TokenEvent
+from engine.types import FinishReason, TokenEvent, TokenMask
 from statecache.types import BoundaryKind
 
 
@@ -32,6 +32,7 @@ class TurnRecord:
 
     ids: uint32 [n], the prompt. reused: tokens restored. processed: prompt tokens in the state. expected: tokens that another
     turn is computing for it. written: tokens newly saved.
+    mask: limits the answer, once its grammar is compiled.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
     """
 
@@ -50,6 +51,7 @@ class TurnRecord:
         self.written = 0
         self.restore_s = 0.0
         self.cancelled = False
+        self.mask: TokenMask | None = None
         self.failure: TurnFailed | None = None
 
     @property

@@ -163,7 +163,14 @@ def test_how_tools_are_chosen(server: FakeServer, client: httpx.Client) -> None:
     one = client.post(PATH, json={**HI, "tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
     assert len(one.json()["content"]) == 1
     client.post(PATH, json={**HI, "tools": [TOOL], "tool_choice": {"type": "none"}})
-    assert server.text.renders[1].tools == ()
+    none = server.text.renders[1]
+    assert [tool.name for tool in none.tools] == ["f"]
+    assert none.rule is not None
+    assert (none.rule.calls, none.rule.schemas) == ("none", {})
+    client.post(PATH, json={**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}})
+    named = server.text.renders[2].rule
+    assert named is not None
+    assert (named.calls, list(named.schemas)) == ("required", ["f"])
 
 
 @pytest.mark.parametrize(

@@ -192,5 +192,59 @@ def test_settings_that_leave_nothing_end_only_their_own_choice(monkeypatch):
     good, bad = (Sampler(SamplingParams(1, temperature=1.0, seed=1), np.arange(3), 8) for _ in range(2))
     monkeypatch.setattr(bad, "_draw", lambda logits, u: [][-1])
     first, nothing, last = choose_tokens(torch.ones(3, 8), [good, bad, good], [0, 0, 0])
-    assert nothing is None
-    assert first == last is not None
+    assert isinstance(nothing, str)
+    assert not isinstance(first, str)
+    assert first == last
+
+
+class Allowed:
+    """A mask that always allows the same tokens; remembers what was drawn."""
+
+    def __init__(self, tokens: set[int], vocab: int) -> None:
+        bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+        bits[list(tokens)] = 1
+        self._words = np.packbits(bits, bitorder="little").view("<u4")
+        self.drawn: list[int] = []
+
+    def words(self) -> np.ndarray:
+        return self._words
+
+    def accept(self, token_id: int) -> None:
+        self.drawn.append(token_id)
+
+
+@given(
+    vocab=st.integers(2, 90),
+    allowed=st.sets(st.integers(0, 89), min_size=1, max_size=6),
+    temperature=st.sampled_from([0.0, 0.7, 2.0]),
+    top_k=st.sampled_from([0, 1, 3]),
+    top_p=st.sampled_from([0.3, 1.0]),
+    seed=st.integers(0, 1 << 32),
+)
+def test_a_masked_token_is_never_drawn(
+    vocab: int, allowed: set[int], temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    allowed = {token % vocab for token in allowed}
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 30
+    params = SamplingParams(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=3)
+    mask = Allowed(allowed, vocab)
+    chooser = Sampler(params, np.arange(1), vocab, mask)
+    for index in range(5):
+        choice = chooser.choose(logits, index)
+        assert choice.token_id in allowed
+        assert {token for token, _ in choice.top} <= allowed
+        assert choice.logprob is not None
+        assert choice.logprob <= 0
+        chooser.observe(choice.token_id)
+    assert len(mask.drawn) == 5
+    if temperature == 0.0:
+        assert mask.drawn[0] == max(sorted(allowed), key=lambda token: float(logits[token]))
+
+
+def test_a_mask_that_allows_nothing_ends_only_its_own_choice() -> None:
+    params = SamplingParams(1, temperature=0.0)
+    stuck, free = Sampler(params, np.arange(1), 8, Allowed(set(), 8)), Sampler(params, np.arange(1), 8)
+    none, some = choose_tokens(torch.ones(2, 8), [stuck, free], [0, 0])
+    assert isinstance(none, str)
+    assert "allows 0 of" in none
+    assert not isinstance(some, str)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from agentserve.constraints.output import OutputRule
 from agentserve.interfaces import (
     CallClose,
     CallDelta,
@@ -37,12 +38,13 @@ def call(name: str, arguments: str) -> tuple[int, ...]:
 
 
 class FakeText:
-    """renders: every request seen. learned: (output, generated ids) of every answer."""
+    """renders: every request seen. learned: (output, generated ids) of every answer. rules: those that were checked."""
 
     def __init__(self) -> None:
         self.renders: list[RenderRequest] = []
         self.learned: list[tuple[Sequence[OutputItem], tuple[int, ...]]] = []
         self.fail: Exception | None = None
+        self.rules: list[OutputRule] = []
 
     def render(self, request: RenderRequest) -> Rendered:
         self.renders.append(request)
@@ -61,6 +63,9 @@ class FakeText:
             ids.append(END)
         cuts = (Cut(len(head), BoundaryKind.SYSTEM), Cut(len(ids), BoundaryKind.PROMPT_END)) if request.items else ()
         return Rendered(np.asarray(ids, dtype=np.uint32), cuts, MARKERS, tuple(starts))
+
+    def check_rule(self, rule: OutputRule) -> None:
+        self.rules.append(rule)
 
     def parser(self, request: RenderRequest, rendered: Rendered) -> FakeParser:
         return FakeParser({t.name for t in request.tools if isinstance(t, CustomTool)})

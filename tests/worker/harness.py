@@ -45,6 +45,7 @@ class Harness:
         salt: bytes = b"salt",
         generate: bool = True,
         deadline_s: float | None = None,
+        grammar: str = "",
     ) -> str:
         """Submit a turn. script: what the engine will sample. deadline_s: enforced. Returns its id."""
         self._count += 1
@@ -64,6 +65,7 @@ class Harness:
                 deadline_s=deadline_s,
                 on_miss="continue" if deadline_s is None else "fail",
                 generate=generate,
+                grammar=grammar,
             )
         )
         return turn_id

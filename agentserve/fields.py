@@ -1,4 +1,4 @@
-"""A body of another API is checked as a Responses body; what is refused there is named as its own client calls it."""
+"""What another API's body asks is checked as a Responses body; what is refused there is named as its own client calls it."""
 
 from __future__ import annotations
 

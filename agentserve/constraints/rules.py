@@ -1,0 +1,188 @@
+"""A request's `text.format`, `tool_choice` and tools → its OutputRule, checked.
+
+Made before the response exists, so that what cannot be enforced is refused like any other wrong field.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+from llguidance import LLMatcher
+
+from agentserve.constraints.lark import COMPACT, JSON_OPTIONS, between_slashes
+from agentserve.constraints.output import ANY_OBJECT, OutputRule, Schema, TextForm
+from agentserve.constraints.schemas import check, enforceable
+from agentserve.errors import InvalidValue, UnsupportedValue
+from agentserve.protocol.items import CUSTOM_INPUT, CustomTool, Tool
+from agentserve.protocol.responses import TextFormat
+from agentserve.protocol.tool_choice import ToolChoice
+
+MAX_GRAMMAR = 64 << 10
+FREE_TEXT_INPUT: Schema = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string"}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+
+class Rules:
+    """Rules of requests, the newest ones remembered: a client sends the same tools with every turn. Thread-safe."""
+
+    def __init__(self, kept: int = 256) -> None:
+        self._limit = kept
+        self._kept: OrderedDict[bytes, OutputRule] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def rule(
+        self,
+        form: TextFormat | None,
+        choice: ToolChoice,
+        tools: Sequence[Tool],
+        *,
+        one_call: bool,
+        check: Callable[[OutputRule], None] = lambda rule: None,
+    ) -> OutputRule | None:
+        """None if there is nothing to enforce. May take long: call it in a thread.
+
+        check: of a new rule, by whoever has to write it as a grammar. Raises InvalidValue, UnsupportedValue.
+        """
+        if not enforces(form, choice, tools):
+            return None
+        key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((form, choice, tools, one_call)))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = _rule(form, choice, tools, one_call)
+        check(made)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > self._limit:
+                self._kept.popitem(last=False)
+        return made
+
+
+def enforces(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool]) -> bool:
+    """Whether a request limits its answer at all. Cheap."""
+    if form is not None and form.type != "text":
+        return True
+    if choice.mode == "required":
+        return True
+    strict = any(getattr(tool, "strict", None) is True for tool in tools)
+    return bool(tools) and (choice.mode == "none" or choice.names is not None or strict)
+
+
+def _rule(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool], one_call: bool) -> OutputRule:
+    names = [tool.name for tool in tools]
+    for name in choice.names or ():
+        if name not in names:
+            raise InvalidValue(
+                f"no tool '{name[:128]}' in this turn; accepted: {', '.join(names)[:512] or 'none'}", "tool_choice"
+            )
+    if choice.mode == "required" and not tools:
+        raise InvalidValue("a call is required, and there are no tools", "tool_choice")
+    allowed = [] if choice.mode == "none" else [t for t in tools if choice.names is None or t.name in choice.names]
+    return OutputRule(
+        form=None if form is None else _form(form),
+        calls=choice.mode,
+        schemas={tool.name: _arguments(tool) for tool in allowed},
+        exact=frozenset(tool.name for tool in allowed if not isinstance(tool, CustomTool) and tool.strict),
+        one_call=one_call,
+    )
+
+
+def _arguments(tool: Tool) -> Schema:
+    """What a call's arguments are held to. Those of a tool that is not strict: to as much of its schema as can be."""
+    if isinstance(tool, CustomTool):
+        return FREE_TEXT_INPUT
+    where = f"tools.{tool.name}.parameters"
+    schema = tool.parameters or {**ANY_OBJECT, "properties": {}, "additionalProperties": not tool.strict}
+    clean = _checked(schema, where, exact=tool.strict is True, fallback=ANY_OBJECT, options=COMPACT)
+    kind = clean.get("type", "object")
+    if kind != "object" and kind != ["object"]:
+        if tool.strict:
+            raise InvalidValue("arguments are an object; accepted: object", f"{where}.type")
+        return ANY_OBJECT
+    return {**clean, "type": "object"}
+
+
+def _form(form: TextFormat) -> TextForm | None:
+    where = "text.format"
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return TextForm("json", ANY_OBJECT)
+    if form.type == "json_schema":
+        if form.schema is None:
+            raise InvalidValue("missing", f"{where}.schema")
+        schema = _checked(form.schema, f"{where}.schema", exact=form.strict is True, fallback={}, options=JSON_OPTIONS)
+        return TextForm("json", schema)
+    if form.type == "regex":
+        return TextForm("regex", _regex(form.pattern, f"{where}.pattern"))
+    if form.type == "grammar":
+        if form.syntax == "regex":
+            return TextForm("regex", _regex(form.definition, f"{where}.definition"))
+        if form.syntax == "lark":
+            return TextForm("lark", _lark(form.definition, f"{where}.definition"))
+        raise InvalidValue("accepted: lark, regex", f"{where}.syntax")
+    accepted = "accepted: text, json_object, json_schema, regex, grammar"
+    raise UnsupportedValue(f"'{form.type[:64]}' is not supported; {accepted}", f"{where}.type")
+
+
+def _checked(schema: Any, where: str, *, exact: bool, fallback: Schema, options: dict[str, Any]) -> Schema:
+    def refusal(part: Schema) -> str:
+        return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps({**part, "x-guidance": options})))
+
+    if exact:
+        clean = enforceable(schema, where, exact=True)
+        check(clean, where, refusal)
+        return clean
+    try:
+        clean = enforceable(schema, where, exact=False)
+        check(clean, where, refusal)
+    except UnsupportedValue:
+        return fallback
+    return clean
+
+
+def _text(value: str | None, where: str) -> str:
+    if not value:
+        raise InvalidValue("missing", where)
+    if len(value) > MAX_GRAMMAR:
+        raise InvalidValue(f"{len(value)} characters, at most {MAX_GRAMMAR} are accepted", where)
+    return value
+
+
+def _regex(pattern: str | None, where: str) -> str:
+    """A pattern for the whole text, as it may stand between slashes; so anchors at its ends say nothing."""
+    pattern = _text(pattern, where)
+    if "|" not in pattern:
+        pattern = pattern.removeprefix("^")
+        pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
+    try:
+        inner = between_slashes(pattern)
+    except ValueError as error:
+        raise InvalidValue(f"not a regular expression: it {error}", where) from None
+    reason = LLMatcher.validate_grammar(f"start: /{inner}/")
+    if reason:
+        raise InvalidValue(f"not a regular expression that can be enforced: {_last_line(reason)}", where)
+    return inner
+
+
+def _lark(definition: str | None, where: str) -> str:
+    definition = _text(definition, where)
+    reason = LLMatcher.validate_grammar(definition)
+    if reason:
+        raise InvalidValue(f"not a grammar that can be enforced: {reason.splitlines()[0]}", where)
+    return definition
+
+
+def _last_line(reason: str) -> str:
+    return next((line.strip() for line in reversed(reason.splitlines()) if line.strip()), "refused")

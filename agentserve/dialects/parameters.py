@@ -1,0 +1,107 @@
+"""Grammar of arguments that stand in tags, one tag for each: strings as bare text, everything else as JSON.
+
+A bare text has no end but its closing tag, so it may not contain that; and what a schema says of a string must be said as a
+regular expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentserve.constraints.lark import LarkWriter, between_slashes, choice, literal
+from agentserve.constraints.output import Schema
+from agentserve.constraints.schemas import resolve
+from agentserve.dialects.schema import types_of
+from agentserve.errors import UnsupportedValue
+
+Opening = Callable[[str, bool], str]
+"""(parameter name, whether a bare string follows) → grammar of the opening tag."""
+_ABOUT_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties", "const", "enum")
+
+
+def parameter_rules(
+    writer: LarkWriter, tool: str, schema: Schema, opening: Opening, closing: str, without: Sequence[str]
+) -> str:
+    """All arguments of a call. closing: behind each value. without: what no bare text may contain; part of `closing`.
+
+    Raises UnsupportedValue for what cannot be said so.
+    """
+    where = f"tools.{tool}.parameters"
+    if "$ref" in schema:
+        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
+    for key in _ABOUT_OBJECTS:
+        if key in schema:
+            raise UnsupportedValue(f"'{key}' cannot be enforced for a whole call in this model's tool syntax", f"{where}.{key}")
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    required = schema.get("required") or []
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts: list[str] = []
+    for key, part in properties.items():
+        if part is False:
+            continue
+        body = writer.rule(_parameter(writer, key, part, definitions, opening, closing, without, f"{where}.properties.{key}"))
+        parts.append(body if key in required else f"{body}?")
+    for key in required:
+        if key not in properties:
+            parts.append(writer.rule(_parameter(writer, key, {"type": "string"}, {}, opening, closing, without, where)))
+    if not properties and schema.get("additionalProperties", True) is not False:
+        parts.append(f"{_any_parameter(writer, opening, closing, without)}*")
+    return " ".join(parts)
+
+
+def _parameter(
+    writer: LarkWriter,
+    key: str,
+    schema: Any,
+    definitions: Schema,
+    opening: Opening,
+    closing: str,
+    without: Sequence[str],
+    where: str,
+) -> str:
+    whole = {**definitions, **schema} if isinstance(schema, dict) else {}
+    types = types_of(whole, whole)
+    if not types or types == {"string"}:
+        return f"{opening(key, True)} {_bare(writer, whole, closing, without, where)}"
+    return f"{opening(key, False)} {writer.json(whole)} {literal(closing)}"
+
+
+def _bare(writer: LarkWriter, schema: Schema, closing: str, without: Sequence[str], where: str) -> str:
+    if "$ref" in schema:
+        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values is not None:
+        texts = [value for value in values if isinstance(value, str) and not any(w in value for w in without)]
+        if not texts:
+            raise UnsupportedValue("no value that this model's tool syntax can hold", where)
+        return f"{choice([literal(text) for text in texts])} {literal(closing)}"
+    for key in schema:
+        if key in ("anyOf", "oneOf", "allOf"):
+            raise UnsupportedValue(f"'{key}' of strings cannot be enforced in this model's tool syntax", f"{where}.{key}")
+    matching: list[str] = []
+    if "pattern" in schema:
+        matching.append(_search(schema["pattern"], f"{where}.pattern"))
+    low, high = schema.get("minLength", 0), schema.get("maxLength")
+    if low or high is not None:
+        matching.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
+    return writer.value_upto(closing, *without, matching=" & ".join(matching))
+
+
+def _search(pattern: str, where: str) -> str:
+    """A pattern that is looked for → one for the whole text. Anchors only at the ends."""
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[begins : len(pattern) - ends]
+    if (begins or ends) and "|" in inner:
+        raise UnsupportedValue("'|' beside '^' or '$' cannot be enforced in this model's tool syntax: put it in a group", where)
+    lead, trail = ("" if begins else "(?s:.*)"), ("" if ends else "(?s:.*)")
+    return f"/{lead}(?:{between_slashes(inner)}){trail}/"
+
+
+def _any_parameter(writer: LarkWriter, opening: Opening, closing: str, without: Sequence[str]) -> str:
+    """A parameter of any name, for a tool that declares none."""
+    mark = "\x00"
+    before, after = opening(mark, True).split(literal(mark)[1:-1])
+    name = writer.terminal(r"/[A-Za-z_][A-Za-z0-9_.-]*/")
+    value = writer.value_upto(closing, *without)
+    return writer.rule(f'{before}" {name} "{after} {value}')
