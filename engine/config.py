@@ -61,6 +61,8 @@ class EngineConfig:
     memory_bytes: for KV pages and recurrent rows; "auto" = a quarter of what is available.
     kv_tokens: token positions over all pages; "auto" = from memory_bytes.
     snapshot_rows: recurrent rows beside the running ones, for held states; "auto" = from memory_bytes, at most 64.
+    digests: file to remember the weights' digests in, so that a load need not compute them; None = compute them.
+    verify_weights: compute them all the same, and warn of one that differs from what was remembered.
     slots: expert slots over all MoE layers; "auto" = every expert resident.
     slot_policy: who is evicted from the slots.
     poison_freed: fill freed pages and rows with NaN (tests), so that a stale read shows.
@@ -80,6 +82,8 @@ class EngineConfig:
     memory_bytes: int | Auto = "auto"
     kv_tokens: int | Auto = "auto"
     snapshot_rows: int | Auto = "auto"
+    digests: Path | None = None
+    verify_weights: bool = False
     slots: int | Auto = "auto"
     slot_policy: Literal["lru", "lru_floor", "frequency"] = "lru_floor"
     poison_freed: bool = False

@@ -25,6 +25,7 @@ from engine.moe.layer import Moe
 from engine.moe.offload import ExpertOffload
 from engine.moe.slots import SlotMap, make_policy
 from engine.quant import registry as formats
+from engine.weights.digests import Digests
 from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
 
@@ -63,8 +64,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     form = formats.choose(described, _embedding_dtype(reader), wanted)
     if config.backend == "cpu":
         reader.advise(cpu.advise_huge)
-    weights = Weights(reader, form.dtype, cpu.huge_empty if config.backend == "cpu" else torch.empty)
+    digests = Digests(config.digests, verify=config.verify_weights)
+    empty = cpu.huge_empty if config.backend == "cpu" else torch.empty
+    weights = Weights(reader, form.dtype, empty=empty, digests=digests)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
+    digests.save()
     own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
     if config.backend == "cpu":
         own["kernels"] = cpu.isa() if cpu.available() else "torch"

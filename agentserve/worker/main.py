@@ -133,10 +133,10 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     from engine.engine import Engine
     from engine.errors import InvalidRequest, Unsupported
 
-    known = {field.name for field in fields(EngineConfig)}
+    known = {field.name for field in fields(EngineConfig)} - {"model_dir", "digests"}
     for name in settings.engine:
-        if name not in known or name == "model_dir":
-            raise InvalidRequest(f"engine.{name}", settings.engine[name], ", ".join(sorted(known - {"model_dir"})))
+        if name not in known:
+            raise InvalidRequest(f"engine.{name}", settings.engine[name], ", ".join(sorted(known)))
 
     def progress(fraction: float, what: str) -> None:
         pipe.send(Loading(fraction, what))
@@ -146,7 +146,8 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     if settings.device == "cuda":
         raise Unsupported("device: got 'cuda', this engine has: cpu")
     chosen = {"threads": settings.threads} if settings.threads else {}
-    config = EngineConfig(model_dir=Path(settings.model_dir), **{**chosen, **settings.engine})  # pyright: ignore[reportArgumentType]
+    digests = Path(settings.state_dir) / "weights.json" if settings.state_dir else None
+    config = EngineConfig(model_dir=Path(settings.model_dir), digests=digests, **{**chosen, **settings.engine})  # pyright: ignore[reportArgumentType]
     return Engine.load(config, progress)
 
 

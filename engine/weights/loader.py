@@ -7,6 +7,7 @@ inside multimodal checkpoints (`model.language_model.…`), whose other parts ar
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.errors import CheckpointError
+from engine.weights.digests import Digests
 from engine.weights.fingerprint import Fingerprint
 from engine.weights.reader import CheckpointReader
 
@@ -41,11 +43,19 @@ class Weights:
 
     dtype: what large tensors are converted to; those already in it stay views of the mapped file.
     empty(*shape, dtype=…): gives the memory that experts are put together in, where the file has one tensor for each.
-    Everything handed out is counted in `parameters` and hashed into `digest`.
+    Everything handed out is counted in `parameters` and goes into `digest`; digests: of the single tensors.
     """
 
-    def __init__(self, reader: CheckpointReader, dtype: torch.dtype, empty: Callable[..., torch.Tensor] = torch.empty) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        dtype: torch.dtype,
+        *,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+        digests: Digests | None = None,
+    ) -> None:
         self._reader = reader
+        self._digests = Digests() if digests is None else digests
         self._empty = empty
         self.dtype = dtype
         self.parameters = 0
@@ -116,5 +126,8 @@ class Weights:
         if stored_name not in self._seen:
             self._seen.add(stored_name)
             self.parameters += tensor.numel()
-            self._fingerprint.add(stored_name, entry.dtype, entry.shape, self._reader.raw(stored_name))
+            raw = self._reader.raw(stored_name)
+            content = self._digests.content(self._reader.directory / entry.file, stored_name, raw)
+            raw[:: mmap.PAGESIZE].sum()  # a remembered one comes from disk now, and not in the first turn
+            self._fingerprint.add(stored_name, entry.dtype, entry.shape, content)
         return tensor
