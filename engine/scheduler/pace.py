@@ -14,7 +14,7 @@ KNEE = 64
 """Prefill tokens up to which each may cost more: the first ones of a step pull in most of a layer's experts."""
 _SCALE = np.array((1.0, 1.0, 1 << 12, KNEE, 1 << 9, 1 << 20))
 """Of the features: the step itself, rows, their context, tokens up to the knee, tokens, pairs."""
-_GUESS = np.array((5_000.0, 5_000.0, 0.0, 64_000.0, 512_000.0, 100_000.0))
+_GUESS = np.array((5_000.0, 5_000.0, 0.0, 16_000.0, 512_000.0, 100_000.0))
 _FORGET = 0.98
 _PRIOR = 0.001
 """Weight of what was known before, against the steps: enough to decide what they say nothing about, and no more."""
@@ -129,17 +129,30 @@ def _features(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=float) / _SCALE
 
 
-def chunk_within(limit_us: int, sizes: Sequence[int], cost: Callable[[int], int]) -> int:
-    """The largest of `sizes` (falling) whose step costs no more than limit_us.
+def chunk_within(limit_us: int, sizes: Sequence[int], cost: Callable[[int], int], waste_eighths: int) -> int:
+    """The largest of `sizes` (falling) whose step costs no more than limit_us, as long as a token in it costs at most so many
+    eighths more than in the largest; where none does, the smallest that is no more wasteful.
 
-    Where even the smallest costs more, the largest that costs at most a quarter more than that: a pass over all experts is paid
-    for once, whatever it carries.
+    A pass over all experts is paid for once, whatever it carries: cutting it up makes the gap a little shorter and the queue
+    very much longer.
     """
+    whole = sizes[0]
+    most = (8 + waste_eighths) * cost(whole)
+    chosen = whole
     for size in sizes:
-        if cost(size) <= limit_us:
-            return size
-    floor = cost(sizes[-1])
-    return next(size for size in sizes if size == sizes[-1] or cost(size) * 4 <= floor * 5)
+        us = cost(size)
+        if 8 * us * whole > most * size:
+            break
+        chosen = size
+        if us <= limit_us:
+            break
+    return chosen
+
+
+def waste_allowed(prompts: int, presses: bool) -> int:
+    """Eighths that prefill may cost more so that answers go on smoothly: four while one prompt with time is all there is to
+    compute, else one. At 80% of what a machine can do, a quarter more work is more than it can do."""
+    return 4 if prompts == 1 and not presses else 1
 
 
 def chunk_sizes(chunk: int, least: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
 from engine.scheduler.growth import blend, planned_growth, to_pause
 from engine.scheduler.order import GRACE_US, Claim, order, pressed
-from engine.scheduler.pace import Pace, Work, chunk_sizes, chunk_within, pairs
+from engine.scheduler.pace import Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.scheduler.prefill import choose_slices, next_edge
 from engine.scheduler.sequence import Sequence
 
@@ -125,10 +125,11 @@ class Scheduler:
         rows, context = len(self._ready), sum(other.computed for other in self._ready)
 
         def cost(size: int) -> int:
-            end = next_edge(seq.computed, seq.prompt_length, size)
-            return self.pace.step_us(Work(rows, context, end - seq.computed, pairs(seq.computed, end)))
+            return self.pace.step_us(Work(rows, context, size, pairs(seq.computed, seq.computed + size)))
 
-        return chunk_within(self.gap_us, self._sizes, cost)
+        prompts = sum(not other.output_length for other in (*self.running, *self.waiting))
+        waste = waste_allowed(prompts, pressed(self.claim(seq), self._now))
+        return chunk_within(self.gap_us, self._sizes, cost, waste)
 
     # ── order ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,11 +41,11 @@ def test_pressed_turns_go_first_and_by_deadline(claims, now):
 
 
 @given(claims=some_claims(), now=times)
-def test_within_a_share_cheaper_turns_go_first_if_nothing_presses(claims, now):
+def test_within_a_share_cheaper_turns_go_first_if_nothing_presses_and_no_priority_says_otherwise(claims, now):
     found = [c for c in (claims[i] for i in order(claims, now)) if not pressed(c, now)]
     for share in "abc":
-        octaves = [c.cost.bit_length() for c in found if c.share == share]
-        assert octaves == sorted(octaves)
+        for first, second in pairwise([c for c in found if c.share == share]):
+            assert first.cost.bit_length() <= second.cost.bit_length() or first.priority > second.priority
 
 
 @given(claims=some_claims(), now=times, cost=costs)

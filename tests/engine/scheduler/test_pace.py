@@ -93,12 +93,14 @@ def test_shorter_chunks_keep_every_edge_of_the_whole_ones(chunk, least, start, l
     assert all(whole <= {p for p in range(start, start + length) if p % size == 0} for size in sizes)
 
 
-@given(fixed=st.integers(0, 500), each=st.integers(0, 20), limit=st.integers(0, 5000))
-def test_the_largest_chunk_within_the_limit_or_the_most_that_costs_little_more(fixed, each, limit):
+@given(fixed=st.integers(0, 500), each=st.integers(0, 20), limit=st.integers(0, 5000), waste=st.integers(0, 8))
+def test_the_largest_chunk_within_the_limit_that_does_not_waste_the_pass(fixed, each, limit, waste):
     sizes = chunk_sizes(512, 64)
-    chosen = chunk_within(limit, sizes, lambda size: fixed + each * size)
-    within = [size for size in sizes if fixed + each * size <= limit]
-    if within:
-        assert chosen == within[0]
-    else:
-        assert (fixed + each * chosen) * 4 <= (fixed + each * 64) * 5
+
+    def cost(size):
+        return fixed + each * size
+
+    chosen = chunk_within(limit, sizes, cost, waste)
+    thrifty = [size for size in sizes if 8 * cost(size) * 512 <= (8 + waste) * cost(512) * size]
+    within = [size for size in thrifty if cost(size) <= limit]
+    assert chosen == (within[0] if within else thrifty[-1])

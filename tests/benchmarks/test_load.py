@@ -1,0 +1,69 @@
+"""The load lab: recorded work, the simulator's rules, and what its policies are compared by."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.load.machines import H200, LAPTOP, MACHINES, Machine
+from benchmarks.load.policies import load_for, summary
+from benchmarks.load.recorded import Job, open_loop, recorded_sessions
+from benchmarks.load.simulator import POLICIES, fifo, lone_ttft_us, simulate
+from engine.scheduler.order import order
+from engine.scheduler.pace import Work
+
+SECOND = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    return recorded_sessions(65_536, limit=20)
+
+
+def test_a_load_is_the_same_for_the_same_seed_and_another_for_another(sessions) -> None:
+    jobs = open_loop(sessions, turns=200, mean_us=SECOND, seed=3)
+    assert jobs == open_loop(sessions, turns=200, mean_us=SECOND, seed=3)
+    assert jobs != open_loop(sessions, turns=200, mean_us=SECOND, seed=4)
+    arrivals = [job.arrival for job in jobs]
+    assert arrivals == sorted(arrivals)
+    assert 0.8 < arrivals[-1] / (200 * SECOND) < 1.25
+    assert all(job.suffix > 0 and job.output > 0 and job.restored + job.suffix <= 65_536 for job in jobs)
+
+
+@pytest.mark.parametrize("machine", list(MACHINES.values()), ids=str)
+def test_more_work_never_takes_less_time(machine: Machine) -> None:
+    assert machine.step_us(Work(3, 0, 0, 0)) >= machine.step_us(Work(1, 0, 0, 0))
+    for tokens in (1, 64, 300):
+        assert machine.step_us(Work(2, 0, tokens, 0)) <= machine.step_us(Work(2, 0, 2 * tokens, 5000))
+    assert machine.restore_us(1000, "disk") >= machine.restore_us(1000, "ram") >= machine.restore_us(0, "ram") == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_policy_serves_everybody_and_alone_a_turn_takes_what_it_takes(sessions, policy) -> None:
+    jobs = open_loop(sessions, turns=60, mean_us=SECOND, seed=1)
+    figures = simulate(jobs, H200, POLICIES[policy])
+    assert all(0 < outcome.lone <= outcome.ttft <= outcome.end for outcome in figures.outcomes)
+    assert figures.busy_us <= figures.span_us
+    (alone,) = simulate(jobs[:1], H200, POLICIES[policy]).outcomes
+    assert alone.ttft == alone.lone == lone_ttft_us(jobs[0], H200)
+    assert alone.met
+
+
+def test_the_simulator_prefills_decodes_and_pauses_as_written_by_hand() -> None:
+    machine = Machine("hand", 100, 1000, 0, 10, 1, 1 << 50, 1 << 50, chunk=100, kv_token_bytes=0, state_bytes=0, rows=1)
+    long, short = Job(0, 1, 0, 200, 500), Job(2_000, 2, 0, 50, 2)
+    figures = simulate([long, short], machine, fifo, pause=False)
+    # Two chunks of 100 + 100 µs; 499 further tokens of 10; then the other: 100 + 50, and one token.
+    assert [(o.ttft, o.end) for o in figures.outcomes] == [(400, 400 + 4990), (5390 - 2000 + 150, 5390 - 2000 + 160)]
+    assert simulate([long, short], machine, order).pauses == 0, "it has a quarter of a second"
+
+
+def test_ordering_by_slack_misses_at_most_half_of_what_order_of_arrival_misses(sessions) -> None:
+    """Virtual time and fixed seeds, at 80% of the time busy: the same figures on any machine."""
+    for machine in (H200, LAPTOP):
+        jobs, busy = load_for(sessions, machine, turns=250, seed=5, utilisation=0.8)
+        assert busy == pytest.approx(0.8, abs=0.02)
+        first_come = simulate(jobs, machine, fifo)
+        slack = simulate(jobs, machine, order, gap_us=300_000)
+        assert first_come.missed > 0.02
+        assert slack.missed <= first_come.missed / 2
+        assert summary([slack])["missed"] == round(slack.missed, 4)
