@@ -16,12 +16,16 @@ _ID_BYTES = 4 * BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """checkpoint_id None: not kept, `reason` says why. existed: was there already. written_bytes: charged for what is new."""
+    """checkpoint_id None: not kept, `reason` says why. existed: was there already. written_bytes: charged for what is new.
+
+    tier: where it lies, or will lie once it has been written there; None when not kept.
+    """
 
     checkpoint_id: str | None
     written_bytes: int
     existed: bool
     reason: str = ""
+    tier: TierName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,10 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A committed checkpoint. Mutable, owned by StateCache; a record in `in_use` matches or with pins is never evicted."""
+    """A committed checkpoint. Mutable, owned by StateCache; a record in `in_use` matches or with pins is never evicted.
+
+    fresh: its turn has not ended, so nobody knows yet what it is worth beside the turn's others; evicted last.
+    """
 
     id: str
     namespace: bytes
@@ -90,6 +97,7 @@ class Record:
     used_at: float
     hits: int = 0
     in_use: int = 0
+    fresh: bool = False
     pins: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
 

@@ -10,23 +10,29 @@ from statecache.checkpoint import Record
 from statecache.errors import SegmentBad, TierError
 from statecache.residency import Residency
 from statecache.shelf import Shelf
-from statecache.types import Payload
+from statecache.staging import Staged, Staging
+from statecache.types import BLOCK_TOKENS, Payload
 
 
 @dataclass
 class Copy:
-    """A checkpoint on its way down. payload: views of the upper shelf's bytes, good while the record is in use."""
+    """A checkpoint on its way down. payload: views of the upper shelf's bytes, good while the record is in use.
+
+    staged: what it came from when it is not in the memory tier itself.
+    """
 
     record: Record
     draft: Draft
     payload: Payload
+    staged: Staged | None = None
 
 
 class Copies:
     """The order is Residency.waiting."""
 
-    def __init__(self, kept: Residency) -> None:
+    def __init__(self, kept: Residency, staging: Staging) -> None:
         self._kept = kept
+        self._staging = staging
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
         """Let these be copied to the next shelf, in this order after those that wait already."""
@@ -47,7 +53,11 @@ class Copies:
         Raises TierError when it has to be given up; then it does not wait any more.
         """
         while self._kept.waiting:
-            record = self._kept.records.get(self._kept.waiting.popitem(last=False)[0])
+            checkpoint_id = self._kept.waiting.popitem(last=False)[0]
+            staged = self._staging.items.get(checkpoint_id)
+            if staged is not None:
+                return self._begin_staged(staged)
+            record = self._kept.records.get(checkpoint_id)
             if record is None or record.id not in self._kept.shelves[0].holdings:
                 continue
             upper, lower = self._kept.shelves[0], self._kept.shelves[1]
@@ -74,15 +84,50 @@ class Copies:
                 raise
         return None
 
-    def end(self, copy: Copy, *, stored: bool) -> int:
-        """stored: whether Shelf.store() succeeded. Returns bytes charged."""
-        copy.record.in_use -= 1
-        lower = self._kept.shelves[1]
+    def end(self, copy: Copy, *, stored: bool, again: bool = False) -> int:
+        """stored: whether Shelf.store() succeeded; if not, again: it waits at the head of the queue. Returns bytes charged."""
+        lower, record, staged = self._kept.shelves[1], copy.record, copy.staged
+        if staged is None:
+            record.in_use -= 1
+        elif staged is not self._staging.items.get(record.id):
+            stored = again = False  # it was given up in the meantime
         if not stored:
             lower.abandon(copy.draft)
             lower.refused += 1
+            if again:
+                self._kept.waiting[record.id] = None
+                self._kept.waiting.move_to_end(record.id, last=False)
+            elif staged is not None:
+                self._staging.drop(record.id)
             return 0
-        return lower.adopt(copy.draft)
+        written = lower.adopt(copy.draft)
+        if staged is not None:
+            self._kept.commit(record, staged.path)
+            for session in staged.sessions:
+                self._kept.join(record, session)
+            self._staging.drop(record.id)
+        return written
+
+    def _begin_staged(self, staged: Staged) -> Copy:
+        """Raises TierError when what it builds on is not there, or there is no room."""
+        lower, record, path = self._kept.shelves[1], staged.record, staged.path
+        try:
+            tail, stored = lower.stored_blocks(path, self._kept.known_block(lower, path))
+            if staged.start > stored * BLOCK_TOKENS:
+                raise TierError(f"what lies before token {staged.start} was not written, or is gone")
+            payload = self._staging.payload(staged)
+            lower.hold(tail)
+            try:
+                self._kept.make_room(lower, lower.cost(record, path, stored, payload))
+                draft = lower.draft(record, path, tail)
+            finally:
+                lower.drop(tail)
+        except TierError:
+            lower.refused += 1
+            self._staging.drop(record.id)
+            raise
+        self._staging.let_go(staged)
+        return Copy(record, draft, payload, staged)
 
     def _is_below(self, checkpoint_id: str) -> bool:
         record, lower = self._kept.records[checkpoint_id], self._kept.shelves[1]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -20,6 +20,7 @@ from statecache.index.radix import RadixIndex
 from statecache.index.tables import metadata
 from statecache.policy import Policy
 from statecache.recover import Progress
+from statecache.staging import fitting_ladder
 from statecache.store import StateCache
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
@@ -109,6 +110,9 @@ def open_states(
             tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes))
         except (OSError, TierFailed) as error:
             log.warning("no saved states on disk: %s", error)
+    if len(tiers) > 1:
+        policy = policy or Policy()
+        policy = replace(policy, ladder_tokens=fitting_ladder(policy.ladder_tokens, ram_bytes, layout))
     cache = StateCache(
         namespace,
         layout,

@@ -58,7 +58,7 @@ class Policy:
     remembered_tokens: int = 16 << 20
     single_flight_tokens: int = 256
     tell_other_salts: bool = False
-    durable_ends: int = 2
+    durable_ends: int = 3
 
 
 def better_kind(a: BoundaryKind, b: BoundaryKind) -> BoundaryKind:
@@ -68,20 +68,35 @@ def better_kind(a: BoundaryKind, b: BoundaryKind) -> BoundaryKind:
 
 LASTING = frozenset({BoundaryKind.SYSTEM, BoundaryKind.LADDER, BoundaryKind.JUNCTION})
 """Kinds that are placed once on a stretch of context, not again in each turn."""
+MESSAGE_ENDS = frozenset({BoundaryKind.USER, BoundaryKind.TOOL_RESULT, BoundaryKind.TURN})
+ASKING_TOKENS = 32
+"""Most that lies between a prompt's last message and its end: a role's header and an empty thinking block."""
+LEAST_ENDS = 2
 
 
 def worth_disk(placed: Iterable[Boundary], policy: Policy) -> list[Boundary]:
     """Which checkpoints of one ended turn are written to disk, deepest first, so that one extent covers the turn's blocks.
 
-    All lasting kinds, and the `durable_ends` best of the others, one of a kind: usually the end of the turn, to which the next
-    one appends, and the end of its prompt, to which a retry and a context without the turn's thinking come back.
+    All lasting kinds, and the `durable_ends` deepest ends of messages: usually the end of the turn, to which the next one
+    appends; of the last message before it, to which a retry and a context without the turn's thinking come back; and of the one
+    before that, to which an agent comes back that rewrites its last message. What was restored is not placed again, so a
+    context that only grows has the first two. A template takes back the words that ask for an answer, so the prompt's own end
+    counts only where no message is known to end there. Where fewer than two ends are known, the best of the others join them,
+    one of a kind.
     """
-    chosen: list[Boundary] = []
-    ends: dict[BoundaryKind, Boundary] = {}
-    for boundary in sorted(placed, key=lambda b: b.position, reverse=True):
-        if boundary.kind in LASTING:
-            chosen.append(boundary)
-        else:
-            ends.setdefault(boundary.kind, boundary)
-    chosen += sorted(ends.values(), key=lambda b: KIND_WEIGHT[b.kind], reverse=True)[: policy.durable_ends]
-    return sorted(chosen, key=lambda b: b.position, reverse=True)
+    deepest_first = sorted(placed, key=lambda b: b.position, reverse=True)
+    chosen = [b for b in deepest_first if b.kind in LASTING]
+    messages = [b for b in deepest_first if b.kind in MESSAGE_ENDS]
+    others: dict[BoundaryKind, Boundary] = {}
+    for boundary in deepest_first:
+        if boundary.kind in LASTING | MESSAGE_ENDS:
+            continue
+        asks = boundary.kind is BoundaryKind.PROMPT_END and any(
+            0 < boundary.position - b.position <= ASKING_TOKENS for b in messages
+        )
+        if not asks:
+            others.setdefault(boundary.kind, boundary)
+    best = sorted(others.values(), key=lambda b: KIND_WEIGHT[b.kind], reverse=True)
+    ends = messages[: policy.durable_ends]
+    ends += best[: max(0, min(LEAST_ENDS, policy.durable_ends) - len(ends))]
+    return sorted(chosen + ends, key=lambda b: b.position, reverse=True)

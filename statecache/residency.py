@@ -134,6 +134,7 @@ class Residency:
             raise TierFull(tier.name, needed, tier.budget_bytes)
         target = max(0, tier.budget_bytes - needed - tier.budget_bytes * self.policy.slack_permille // 1000)
         order = eviction_order(self._candidates(shelf), self.policy)
+        order.sort(key=lambda checkpoint_id: self.records[checkpoint_id].fresh)
         if self._write_behind and shelf is self.shelves[0]:
             order.sort(key=lambda checkpoint_id: checkpoint_id in self.waiting)
         for checkpoint_id in order:

@@ -8,6 +8,7 @@ what is put and evicted. Not thread-safe except for `read` and `store`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -67,6 +68,21 @@ class Shelf:
         """Bytes of KV and state of a context of that many tokens; what a restore reads."""
         return position * self.layout.kv_token_bytes + sum(n for _, n in self.layout.state)
 
+    def whole_bytes(self, position: int) -> int:
+        """Bytes that such a context is charged when nothing of it is here, headers and logits included."""
+        ids = bytes(4 * BLOCK_TOKENS)
+        extent = SegmentHeader("extent", bytes(32), bytes(32), bytes(16), bytes(16), 0, 0, ids * self.tier.extent_blocks)
+        step = self.tier.extent_blocks * BLOCK_TOKENS
+        state = replace(extent, what="state", tokens=ids)
+        sizes = {"kv.tail": position % BLOCK_TOKENS * self.layout.kv_token_bytes}
+        sizes |= {f"state.{name}": size for name, size in self.layout.state}
+        return (
+            -(-(position // BLOCK_TOKENS * BLOCK_TOKENS) // step)
+            * self.tier.cost(extent, {"kv": step * self.layout.kv_token_bytes})
+            + self.tier.cost(state, sizes)
+            + self.tier.cost(state, {"logits": 4 * self.layout.vocab_size})
+        )
+
     def exclusive_bytes(self, record: Record) -> int:
         """Bytes that only this record needs. For extents of several blocks, their even share."""
         holding = self.holdings[record.id]
@@ -111,6 +127,11 @@ class Shelf:
 
     def logits_cost(self, record: Record, path: Path, logits: np.ndarray) -> int:
         return self.tier.cost(self._state_header(path, "logits", record), {"logits": 4 * logits.size})
+
+    @staticmethod
+    def logits_part(logits: np.ndarray) -> np.ndarray:
+        """Logits as they are stored: f32 little-endian, as uint8."""
+        return np.ascontiguousarray(logits, dtype="<f4").reshape(-1).view(np.uint8)
 
     def write(self, record: Record, path: Path, payload: Payload, tail: Block | None) -> int:
         """Store what is missing of the checkpoint; bytes charged. On any error nothing of it is left.
@@ -331,8 +352,8 @@ class Shelf:
         return parts
 
     def _put_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
-        data = np.ascontiguousarray(logits, dtype="<f4").view(np.uint8)
-        return self.tier.put(_segment_keys(record)[1], self._state_header(path, "logits", record), {"logits": data})
+        part = {"logits": self.logits_part(logits)}
+        return self.tier.put(_segment_keys(record)[1], self._state_header(path, "logits", record), part)
 
     def _take_back(self, draft: Draft) -> None:
         for key in reversed(draft.stored):

@@ -27,6 +27,7 @@ from statecache.policy import Policy, better_kind
 from statecache.recover import Known, Progress, recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
+from statecache.staging import Staging
 from statecache.tiers.base import Tier
 from statecache.types import BLOCK_TOKENS, Boundary, Layout, Payload, TierName
 
@@ -40,7 +41,8 @@ class StateCache:
     out of the last one it is gone.
 
     write_behind: nobody waits for a lower tier. Saves end in the first one; copy_one(), called by a background thread, brings
-    what want() names to the next; a victim of the first tier that nobody copied in time is gone.
+    what want() names to the next; a victim of the first tier that nobody copied in time is gone. What is too large for that one
+    waits there in part (staging.py) and can be matched when copy_one() has brought it down.
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
 
@@ -70,9 +72,12 @@ class StateCache:
         self._uses_told = clock()
         shelves = [Shelf(tier, layout) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
-        self._copies = Copies(self._kept)
+        self._staging = Staging(self._kept)
+        self._copies = Copies(self._kept, self._staging)
         self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
         self._collisions = 0
+        self.on_waiting: Callable[[], None] = lambda: None
+        """Told, under the lock, when something waits for copy_one() that nobody else knows of."""
 
     # ── match ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,6 +99,8 @@ class StateCache:
         with self._lock:
             try:
                 path, shelf = self._path(salt, ids, self._index.walk(salt, ids)), self._kept.target(position)
+                if self._passes_memory(position):
+                    return self._staging.missing_from(path)
                 _, blocks = shelf.stored_blocks(path, self._kept.known_block(shelf, path))
             except Collision:
                 return 0
@@ -105,9 +112,9 @@ class StateCache:
         """Keep the state after tokens[: boundary.position]. The caller may reuse its buffers after return.
 
         payload.kv: contiguous runs ending at the position and starting at or before kv_missing_from(). Nothing is visible
-        before all of it is written. Not kept (checkpoint_id None) when the tier has no room even after eviction, a write
-        fails, or the rows begin too late because blocks were evicted in between. Raises PayloadMismatch when components do
-        not fit.
+        before all of it is written; with write_behind, what is too large for memory only after copy_one(). Not kept
+        (checkpoint_id None) when the tier has no room even after eviction, a write fails, or the rows begin too late because
+        blocks were evicted in between. Raises PayloadMismatch when components do not fit.
         """
         position = boundary.position
         ids = token_bytes(tokens)
@@ -124,14 +131,15 @@ class StateCache:
                 self._collisions += 1
                 return PutResult(None, 0, False, "the checkpoint's id names another path")
             record = self._kept.records.get(checkpoint_id)
+            if self._passes_memory(position):
+                return self._stage(checkpoint_id, record, path, boundary, payload, session)
             shelf = self._kept.target(position)
             there = self._kept.shelf_of(record) if record is not None else None
             if record is not None and there is not None and self._kept.is_as_fast(there, shelf):
                 return self._refresh(record, there, path, boundary, payload, session)
             known = record is not None
             if record is None:
-                item, tail_ids = boundary.item, path.tail_ids
-                record = Record(checkpoint_id, self.namespace, salt, position, boundary.kind, item, tail_ids, self._clock())
+                record = self._record(checkpoint_id, path, boundary)
             record.in_use += 1  # one that lies on a lower tier must not leave it while room is made above
             try:
                 written = self._kept.write(shelf, record, path, payload)
@@ -143,10 +151,11 @@ class StateCache:
             finally:
                 record.in_use -= 1
             self._kept.commit(record, path)
+            record.fresh = not known
             record.kind = better_kind(record.kind, boundary.kind)
             record.used_at = self._clock()
             self._kept.join(record, session)
-            return PutResult(checkpoint_id, written, known)
+            return PutResult(checkpoint_id, written, known, tier=shelf.tier.name)
 
     # ── lists, pins ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -161,6 +170,7 @@ class StateCache:
         """Drop a session's pins and its list; its checkpoints stay for others until evicted. Unknown sessions are ignored."""
         with self._lock:
             self._kept.forget(session)
+            self._staging.forget(session)
 
     def pin(self, checkpoint_id: str, session: str = "") -> bool:
         """Protect from eviction until unpin() by the same session. False when there is no such checkpoint."""
@@ -180,6 +190,14 @@ class StateCache:
                 return False
             record.pins.discard(session)
             return True
+
+    def settle(self, checkpoint_ids: Iterable[str]) -> None:
+        """The turn that placed these has ended and has said what it wants; from now on they are evicted by worth alone."""
+        with self._lock:
+            for checkpoint_id in checkpoint_ids:
+                record = self._kept.records.get(checkpoint_id)
+                if record is not None:
+                    record.fresh = False
 
     def stats(self) -> CacheStats:
         with self._lock:
@@ -201,8 +219,13 @@ class StateCache:
     def evict(self, checkpoint_id: str) -> bool:
         """Remove a checkpoint from every tier now. False when unknown, pinned or in use."""
         with self._lock:
+            if self._staging.drop(checkpoint_id):
+                return True
             record = self._kept.records.get(checkpoint_id)
-            if record is None or record.in_use or record.pins:
+            if record is None or record.pins:
+                return False
+            self._staging.drop_behind(record)
+            if record.in_use:
                 return False
             self._kept.evict(record)
             return True
@@ -251,17 +274,16 @@ class StateCache:
                 copy = self._copies.begin()
             if copy is None:
                 return None
-            stored = False
+            stored = again = False
             try:
                 self._kept.shelves[1].store(copy.draft, copy.payload)
                 stored = True
             except TierFailed:
-                with self._lock:
-                    self._kept.waiting[copy.record.id] = None
+                again = True
                 raise
             finally:
                 with self._lock:
-                    written = self._copies.end(copy, stored=stored)
+                    written = self._copies.end(copy, stored=stored, again=again)
             return written
 
     def write_back(self, max_bytes: int = 1 << 62) -> int:
@@ -297,6 +319,37 @@ class StateCache:
         before = path.key(path.blocks - 1) or path.namespace + path.salt
         return self._hash128(before + path.position.to_bytes(8, "little") + path.tail_ids).hex()
 
+    def _record(self, checkpoint_id: str, path: Path, boundary: Boundary) -> Record:
+        position, kind, item = path.position, boundary.kind, boundary.item
+        return Record(checkpoint_id, path.namespace, path.salt, position, kind, item, path.tail_ids, self._clock())
+
+    def _passes_memory(self, position: int) -> bool:
+        return self._write_behind and self._staging.passes(position)
+
+    def _stage(
+        self, checkpoint_id: str, record: Record | None, path: Path, boundary: Boundary, payload: Payload, session: str
+    ) -> PutResult:
+        """Put of what is too large for the memory tier: the writer will bring it to the one below."""
+        name = self._kept.shelves[1].tier.name
+        staged = self._staging.items.get(checkpoint_id)
+        if record is not None:
+            record.kind = better_kind(record.kind, boundary.kind)
+            record.used_at = self._clock()
+            self._kept.join(record, session)
+            self._copies.want([checkpoint_id])
+            return PutResult(checkpoint_id, 0, True, tier=name)
+        if staged is not None:
+            self._staging.again(staged, boundary.kind, session)
+            return PutResult(checkpoint_id, 0, True, tier=name)
+        try:
+            written = self._staging.put(self._record(checkpoint_id, path, boundary), path, payload, session)
+        except TierError as error:
+            self._kept.shelves[0].refused += 1
+            log.info("checkpoint refused position=%d tier=%s reason=%s", path.position, name, error)
+            return PutResult(None, 0, False, str(error))
+        self.on_waiting()
+        return PutResult(checkpoint_id, written, False, tier=name)
+
     def _refresh(
         self, record: Record, shelf: Shelf, path: Path, boundary: Boundary, payload: Payload, session: str
     ) -> PutResult:
@@ -314,4 +367,4 @@ class StateCache:
                 log.info("logits not kept position=%d tier=%s reason=%s", record.position, shelf.tier.name, error)
             finally:
                 record.in_use -= 1
-        return PutResult(record.id, written, True)
+        return PutResult(record.id, written, True, tier=shelf.tier.name)

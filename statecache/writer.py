@@ -69,6 +69,7 @@ class Writer:
         self._wake = threading.Event()
         self._stop = False
         self._trouble = ""
+        cache.on_waiting = self._wake.set
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()
 

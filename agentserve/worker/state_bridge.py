@@ -202,7 +202,9 @@ class StateBridge:
                 new_from = max(first, turn.reused, kept.deepest)
                 turn.written += max(0, position - new_from)
                 kept.deepest = max(kept.deepest, position)
-            return Saved(turn_id=turn.id, position=position, kind=kind, tier="ram", written_bytes=result.written_bytes)
+            return Saved(
+                turn_id=turn.id, position=position, kind=kind, tier=result.tier or "ram", written_bytes=result.written_bytes
+            )
         return None
 
     def _payload(self, turn: TurnRecord, snapshot: StateSnapshot) -> cache_types.Payload:
@@ -234,6 +236,7 @@ class StateBridge:
         with self._cache_may_fail("keep"):
             placed = [Boundary(position, kind) for position, kind in kept.saved.items()]
             self._keep([kept.placed[b.position] for b in worth_disk(placed, self._cache.policy)])
+            self._cache.settle(kept.placed.values())
 
     # ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -42,6 +42,7 @@ def replay_blocks(
         clock=lambda: now,
         write_behind=len(tiers) > 1,
     )
+    cache.on_waiting = lambda: copy_wanted(cache)
     row = np.zeros((1, LAYOUT.kv_token_bytes), dtype=np.uint8)
     state = {name: np.zeros(size, np.uint8) for name, size in LAYOUT.state}
     paths = [Paths() for _ in sessions]
@@ -65,6 +66,7 @@ def replay_blocks(
                     placed[cut] = result.checkpoint_id
                     tally.placed += not result.existed
         cache.want([placed[cut] for cut in worth_disk(placed, policy)])
+        cache.settle(placed.values())
         copy_wanted(cache)
     evictions = sum(tier.evictions for tier in cache.stats().tiers.values())
     return tally.figures() | tally.written(tiers) | {"evictions": evictions}

@@ -49,6 +49,7 @@ def replay_prompts(
         clock=lambda: now,
         write_behind=len(tiers) > 1,
     )
+    cache.on_waiting = lambda: copy_wanted(cache)
     frames: list[FromWorker] = []
     bridge = StateBridge(engine, cache, cache.want)
     loop = TurnLoop(engine, bridge, frames.append, clock=lambda: now)

@@ -2,9 +2,9 @@
 
     python -m tests.statecache.crash_child PHASE ROOT
 
-PHASE: save, evict or recover. ROOT/0, ROOT/1, … are left as the kills left them; the last one ran to its end. Prints how many.
-A point lies before and after each file write (and in the middle of it), fsync, rename, unlink and SQL commit. It forks, so that
-imports are paid once.
+PHASE: save, oversized, evict or recover. ROOT/0, ROOT/1, … are left as the kills left them; the last one ran to its end.
+Prints how many. A point lies before and after each file write (and in the middle of it), fsync, rename, unlink and SQL commit.
+It forks, so that imports are paid once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from statecache.tiers.disk import DiskTier
 from tests.statecache.world import LAYOUT, NAMESPACE, context, save
 
 SMALL = 60_000
+LITTLE = 8_000
+"""Memory for about 260 tokens."""
 CONTEXTS = [context(1, 400), context(2, 300), np.concatenate([context(1, 200), context(3, 200)])]
 
 
@@ -67,9 +69,9 @@ class Points:
         DefaultDialect.do_commit = self.around(DefaultDialect.do_commit)
 
 
-def opened(root: Path, budget: int = 1 << 24) -> SavedStates:
+def opened(root: Path, budget: int = 1 << 24, ram: int = 1 << 20) -> SavedStates:
     url = f"sqlite:///{root / 'checkpoints.db'}"
-    return open_states(NAMESPACE, LAYOUT, 1 << 20, DiskSettings(root, budget, 0, claim_wait_s=0.0, index_url=url))
+    return open_states(NAMESPACE, LAYOUT, ram, DiskSettings(root, budget, 0, claim_wait_s=0.0, index_url=url))
 
 
 def write(states: SavedStates, which: int, *positions: int, logits: bool = False) -> None:
@@ -89,6 +91,14 @@ def life(phase: str, root: Path, points: Points | None) -> None:
         states = opened(root)
         write(states, 0, 100, 390)
         write(states, 0, 400, logits=True)
+        states.close(0.0, everything=False)
+        return
+    if phase == "oversized":
+        if points:
+            points.install()
+        states = opened(root, ram=LITTLE)
+        for position in (100, 200, 290, 350, 400):
+            write(states, 0, position, logits=position == 400)
         states.close(0.0, everything=False)
         return
     states = opened(root, SMALL if phase == "evict" else 1 << 24)

@@ -59,6 +59,8 @@ class DurableMachine(CacheMachine):
             match.release()
         self.open = []
         shelf = self.cache._kept.shelves[1]
+        while self.cache._staging.items:  # the writer's thread may be at it too
+            self._copy_down()
         if ending == "closed":
             self.cache.write_back()
         durable = {i: (h.state_bytes, h.logits_bytes) for i, h in shelf.holdings.items()}

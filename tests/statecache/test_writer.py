@@ -15,7 +15,7 @@ import statecache.tiers.disk as disk_module
 from statecache.directory import claim, folder_of, namespaces
 from statecache.durable import DiskSettings, open_states
 from statecache.errors import TierFailed
-from statecache.policy import Policy, worth_disk
+from statecache.policy import LASTING, MESSAGE_ENDS, Policy, worth_disk
 from statecache.tiers.ram import RamTier
 from statecache.types import Boundary, BoundaryKind
 from statecache.writer import HOUR_S, Allowance, Writer
@@ -210,12 +210,54 @@ def test_an_allowance_never_lets_much_more_through_than_it_says(per_hour, spent)
 def test_what_goes_to_disk_of_a_turn(placed, ends):
     boundaries = [Boundary(p, k) for p, k in placed.items()]
     chosen = worth_disk(boundaries, Policy(durable_ends=ends))
-    assert [b.position for b in chosen] == sorted((b.position for b in chosen), reverse=True)
-    lasting = {BoundaryKind.SYSTEM, BoundaryKind.LADDER, BoundaryKind.JUNCTION}
-    assert sum(b.kind not in lasting for b in chosen) == min(ends, len(set(placed.values()) - lasting))
-    assert all(b in chosen for b in boundaries if b.kind in lasting)
-    deepest_turn = max((b.position for b in boundaries if b.kind is BoundaryKind.TURN), default=None)
-    assert not ends or deepest_turn is None or Boundary(deepest_turn, BoundaryKind.TURN) in chosen
+    assert [b.position for b in chosen] == sorted({b.position for b in chosen}, reverse=True)
+    assert all(b in chosen for b in boundaries if b.kind in LASTING)
+    messages = sorted((b for b in boundaries if b.kind in MESSAGE_ENDS), key=lambda b: -b.position)
+    assert [b for b in chosen if b.kind in MESSAGE_ENDS] == messages[:ends]
+    others = [b for b in chosen if b.kind not in LASTING | MESSAGE_ENDS]
+    assert len(others) <= max(0, min(2, ends) - len(messages))
+    assert len({b.kind for b in others}) == len(others)
+
+
+def test_the_places_that_agents_come_back_to_go_to_disk():
+    kind, chosen = BoundaryKind, lambda placed: [b.position for b in worth_disk(placed, Policy())]
+    answer = [Boundary(130, kind.CALL_OPEN), Boundary(150, kind.TURN)]
+    asks = [
+        Boundary(36, kind.SHADOW),
+        Boundary(92, kind.TOOL_RESULT),
+        Boundary(96, kind.THINK_OPEN),
+        Boundary(100, kind.PROMPT_END),
+    ]
+    assert chosen(asks + answer) == [150, 92], "where a template drops the words that ask, and where the next turn appends"
+    rewritten = [Boundary(20, kind.SYSTEM), Boundary(40, kind.TURN), Boundary(92, kind.USER), Boundary(100, kind.PROMPT_END)]
+    assert chosen(rewritten + answer) == [150, 92, 40, 20], "and where the last message began"
+    many = [Boundary(p, kind.USER) for p in (50, 60, 70, 80)]
+    assert chosen(many + answer) == [150, 80, 70]
+    plain = [
+        Boundary(744, kind.SHADOW),
+        Boundary(936, kind.SHADOW),
+        Boundary(1000, kind.PROMPT_END),
+        Boundary(512, kind.LADDER),
+    ]
+    assert chosen(plain) == [1000, 936, 512], "of a prompt without known messages its end, and the nearer shadow"
+    far = [Boundary(40, kind.USER), Boundary(1000, kind.PROMPT_END)]
+    assert chosen(far) == [1000, 40], "a prompt's end is dropped only for a message that ends just before it"
+    assert chosen([*far, Boundary(1010, kind.PARTIAL)]) == [1000, 40]
+
+
+def test_what_a_running_turn_placed_is_evicted_last():
+    """Otherwise the places that a turn will choose at its end are gone by then: they are close together and save little."""
+    cache = make(tiers=[RamTier(5_600), RamTier(1 << 20, name="disk")], write_behind=True)
+    settled = save(cache, context(50, 100), 100).checkpoint_id
+    cache.settle([settled or ""])
+    cache.match(np.append(context(50, 100), 1), SALT).release()  # worth more by its use
+    running = context(51, 130)
+    for position in (100, 101):
+        save(cache, running, position, BoundaryKind.SHADOW)
+    save(cache, context(52, 100), 100, BoundaryKind.SYSTEM)
+    assert best(cache, np.append(context(50, 100), 1)) == 0
+    assert best(cache, running) == 101
+    close_books(cache)
 
 
 def test_another_salt_still_matches_nothing_from_disk(tmp_path):

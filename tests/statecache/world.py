@@ -3,8 +3,11 @@ another prefix, position or salt shows."""
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
+from statecache.errors import SegmentBad
 from statecache.index.radix import RadixIndex
 from statecache.policy import Policy
 from statecache.store import StateCache
@@ -123,15 +126,27 @@ def close_books(cache: StateCache) -> None:
         assert set(reachable) <= set(shelf.blocks)
         for block in shelf.blocks.values():
             assert block.extent.live == sum(b.refs > 0 for b in block.extent.blocks) > 0
+        if shelf is kept.shelves[0]:
+            segments |= {item.key for item in cache._staging.items.values()}
         assert set(tier.keys()) == segments
         assert tier.used_bytes == sum(_segment_cost(tier, key) for key in segments)
     for record in kept.records.values():
         assert kept.shelf_of(record) is not None
+    for item in cache._staging.items.values():
+        assert item.record.id not in kept.records
+        assert item.base is None or item.base.in_use > 0
+    assert cache._staging.used_bytes <= max(cache._staging.limit_bytes, 0)
     listed = {(s, i) for s, ids in kept.sessions.items() for i in ids}
     assert listed == {(s, r.id) for r in kept.records.values() for s in r.sessions}
 
 
 def _segment_cost(tier: Tier, key: bytes) -> int:
     header = tier.header(key)
-    names = {"extent": ["kv"], "logits": ["logits"]}.get(header.what) or ["kv.tail", *(f"state.{n}" for n, _ in LAYOUT.state)]
+    states = [f"state.{n}" for n, _ in LAYOUT.state]
+    names = {"extent": ["kv"], "logits": ["logits"]}.get(header.what) or ["kv.tail", *states]
+    if key[:1] == b"q":  # rows that wait
+        names = ["kv", *states]
+        with contextlib.suppress(SegmentBad):
+            tier.read(key, "logits")
+            names.append("logits")
     return tier.cost(header, {name: tier.read(key, name).nbytes for name in names})
