@@ -88,6 +88,8 @@ def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]
     make = Maker(device, dtype)
     for tokens in (1, 4):
         yield from _dense(geometry, make, tokens)
+        yield from _decode_attention(geometry, make, tokens)
+    yield from _prefill_attention(geometry, make)
 
 
 def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
@@ -100,6 +102,9 @@ def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     normed = make.empty(tokens, g.hidden)
     run = partial(ops.add_norm, residual, delta, norm, 1e-6, normed)
     yield Case(f"add_norm t{tokens}", run, size(residual, residual, delta, normed))
+    scores, ids, weights = make.values(tokens, g.experts + 1, dtype=f32), make.ints([[0] * g.top_k] * tokens), None
+    weights = make.empty(tokens, g.top_k, dtype=f32)
+    yield Case(f"route t{tokens}", partial(ops.route, scores, g.experts, True, None, ids, weights), size(scores, ids, weights))
     table, ids = make.values(g.vocab, g.hidden), make.ints([0] * tokens)
     yield Case(f"gather t{tokens}", partial(ops.gather, table, ids, residual), size(residual, delta))
     for name, n, k, out in (
@@ -127,3 +132,29 @@ def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     box, counts, status = make.values(tokens, g.hidden, dtype=f32), make.ints([0, 1, 0, 0]), make.ints([0, 0, 0, 0])
     run = partial(ops.merge, residual, residual, box, counts, status, delta, make.values(tokens, 1, dtype=f32))
     yield Case(f"merge t{tokens}", run, size(residual, residual, residual, box, delta))
+
+
+def _pages(g: Geometry, make: Maker, seqs: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Pools that hold `tokens` positions of each sequence, and the page table."""
+    each = -(-tokens // g.page)
+    pools = [make.values(seqs * each, g.page, g.kv_heads, g.head_dim) for _ in range(2)]
+    return pools, make.ints([list(range(s * each, (s + 1) * each)) for s in range(seqs)])
+
+
+def _decode_attention(g: Geometry, make: Maker, batch: int) -> Iterator[Case]:
+    pools, pages = _pages(g, make, batch, g.context + 1)
+    q, gate = make.values(batch, g.heads, g.head_dim), make.values(batch, g.heads, g.head_dim)
+    out = make.empty(batch, g.heads * g.head_dim)
+    scratch = make.empty(ops.decode_scratch(batch, g.heads, g.head_dim), dtype=torch.float32)
+    run = partial(ops.decode_attention, q, *pools, pages, make.ints([g.context] * batch), 0.06, gate, out, scratch)
+    yield Case(f"decode_attention t{batch}", run, size(*pools, q, gate, out), 4 * q.numel() * g.context)
+
+
+def _prefill_attention(g: Geometry, make: Maker) -> Iterator[Case]:
+    for name, tokens in (("short", min(64, g.prefill)), ("long", g.prefill)):
+        pools, pages = _pages(g, make, 1, g.context + tokens)
+        q, gate = make.values(tokens, g.heads, g.head_dim), make.values(tokens, g.heads, g.head_dim)
+        out = make.empty(tokens, g.heads * g.head_dim)
+        where = (pages, make.ints([0, tokens]), make.ints([g.context]), tokens)
+        run = partial(ops.prefill_attention, q, *pools, *where, 0.06, gate, out)
+        yield Case(f"prefill_attention {name}", run, size(*pools, q, gate, out), 4 * q.numel() * (g.context + tokens // 2))

@@ -7,9 +7,23 @@ with a row stride; the last dimension is contiguous. Without a GPU they run on C
 
 from __future__ import annotations
 
+from engine.kernels.triton.attention import decode_attention, decode_scratch, prefill_attention
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
 from engine.kernels.triton.prepare import attend_prepare
+from engine.kernels.triton.route import route
 from engine.kernels.triton.rows import gather, merge, silu_mul
 
-__all__ = ["add_norm", "attend_prepare", "gated_norm", "gather", "linear", "merge", "silu_mul"]
+__all__ = [
+    "add_norm",
+    "attend_prepare",
+    "decode_attention",
+    "decode_scratch",
+    "gated_norm",
+    "gather",
+    "linear",
+    "merge",
+    "prefill_attention",
+    "route",
+    "silu_mul",
+]

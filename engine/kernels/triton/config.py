@@ -53,12 +53,17 @@ def row_warps(n: int) -> int:
 
 
 def attention(head_dim: int, group: int, longest: int, itemsize: int) -> Tile:
-    """rows: queries × heads of a group in one block; columns: keys at a time. depth is unused (the whole head)."""
+    """rows: queries × heads of a group in one block; columns: keys at a time. depth is unused (the whole head).
+
+    Pages are looked up one stage before keys are read, so 5 stages hold two tiles of keys and values at a time, 3 hold one.
+    """
     wide = head_dim * itemsize
     rows = max(16, min(64, power(group) * power(longest)))
     if itemsize > 2 or wide > 512:
         return Tile(rows, 16, head_dim, warps=4, stages=1)
-    return Tile(rows, 64 if wide <= 256 else 32, head_dim, warps=4, stages=2)
+    return Tile(
+        rows, 64 if wide <= 256 else 32, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=3 if rows > 16 else 5
+    )
 
 
 def decode_splits(batch: int) -> int:

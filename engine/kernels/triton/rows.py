@@ -72,14 +72,15 @@ def merge(
     residual: torch.Tensor,
     out: torch.Tensor,
     box_out: torch.Tensor | None,
-    counts: torch.Tensor,
-    status: torch.Tensor,
+    counts: torch.Tensor | None,
+    status: torch.Tensor | None,
     shared: torch.Tensor | None,
     gate: torch.Tensor | None,
 ) -> None:
     """residual += out (+ box_out where the CPU had work and answered) (+ sigmoid(gate) · shared), summed in that order in f32.
 
-    residual, out: f32 [T, n]. box_out: f32 [T, n] in mapped host memory, or None. counts, status: as in handoff.py.
+    residual, out: f32 [T, n]. box_out: f32 [T, n] in mapped host memory, or None: then counts and
+    status, as in handoff.py, may be None too.
     shared: [T, n] or None. gate: [T, 1].
     """
     tokens, n = residual.shape
@@ -88,11 +89,14 @@ def merge(
             raise ShapeMismatch(f"merge: {name} is {list(part.shape)}, the residual {list(residual.shape)}")
     if (shared is None) != (gate is None):
         raise ShapeMismatch("merge: a shared expert needs its gate, and the reverse")
+    if box_out is not None and (counts is None or status is None):
+        raise ShapeMismatch("merge: the CPU's part needs counts and status")
     box = out if box_out is None else box_out
+    used, fault = (out, out) if counts is None or status is None else (counts, status)
     dense, weight = (out, out) if shared is None or gate is None else (shared, gate)
     block = min(512, config.power(n))
     launch(_merge, (tokens, triton.cdiv(n, block)), 
-        residual, out, box, counts, status, dense, weight, n,
+        residual, out, box, used, fault, dense, weight, n,
         residual.stride(0), out.stride(0), box.stride(0), dense.stride(0), weight.stride(0),
         SHARED=shared is not None, BOX=box_out is not None, BLOCK=block,
     )  # fmt: skip

@@ -77,6 +77,13 @@ def test_merge_adds_the_cpu_part_only_where_there_is_one(
     close(residual, want, torch.float32)
 
 
+def test_merge_without_a_cpu_part(dtype: torch.dtype) -> None:
+    residual, out = randn(2, 30), randn(2, 30, seed=1)
+    want = residual + out
+    ops.merge(residual, out, None, None, None, None, None)
+    close(residual, want, torch.float32)
+
+
 @few
 @given(
     m=st.sampled_from([1, 2, 16, 17, 64, 70]),
