@@ -89,7 +89,9 @@ def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]
     for tokens in (1, 4):
         yield from _dense(geometry, make, tokens)
         yield from _decode_attention(geometry, make, tokens)
+        yield from _recurrent(geometry, make, [1] * tokens)
     yield from _prefill_attention(geometry, make)
+    yield from _recurrent(geometry, make, [geometry.prefill])
 
 
 def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
@@ -158,3 +160,22 @@ def _prefill_attention(g: Geometry, make: Maker) -> Iterator[Case]:
         where = (pages, make.ints([0, tokens]), make.ints([g.context]), tokens)
         run = partial(ops.prefill_attention, q, *pools, *where, 0.06, gate, out)
         yield Case(f"prefill_attention {name}", run, size(*pools, q, gate, out), 4 * q.numel() * (g.context + tokens // 2))
+
+
+def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
+    tokens, seqs, longest, kernel = sum(lengths), len(lengths), max(lengths), 4
+    name = f"t{tokens}" if longest == 1 else "long"
+    starts, contexts = make.ints([sum(lengths[:s]) for s in range(seqs + 1)]), make.ints([g.context] * seqs)
+    rows, cuts = make.ints(list(range(seqs))), make.ints([0, 0, 0, 0])
+    x, weight, out = make.values(tokens, g.conv_dim), make.values(g.conv_dim, kernel), make.empty(tokens, g.conv_dim)
+    tails = make.values(seqs, g.conv_dim, kernel - 1)
+    run = partial(ops.conv, x, weight, tails, starts, contexts, rows, longest, out, cuts=cuts)
+    yield Case(f"conv {name}", run, size(x, out, tails, tails))
+    a, b = make.values(tokens, g.v_heads), make.values(tokens, g.v_heads)
+    gates = [make.values(g.v_heads, dtype=torch.float32) for _ in range(2)]
+    states = make.values(seqs, g.v_heads, g.d_k, g.d_v, dtype=torch.float32)
+    y = make.empty(tokens, g.v_heads, g.d_v, dtype=torch.float32)
+    run = partial(ops.delta, x, a, b, *gates, states, starts, contexts, rows, longest, g.k_heads, y)
+    flops = 6 * tokens * states[0].numel()
+    yield Case(f"delta {name}", run, size(x, y, states, states), flops)
+    yield Case(f"delta with cuts {name}", partial(run, cuts=cuts), size(x, y, states, states), flops)

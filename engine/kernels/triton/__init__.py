@@ -8,6 +8,8 @@ with a row stride; the last dimension is contiguous. Without a GPU they run on C
 from __future__ import annotations
 
 from engine.kernels.triton.attention import decode_attention, decode_scratch, prefill_attention
+from engine.kernels.triton.conv import conv
+from engine.kernels.triton.delta import delta
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
 from engine.kernels.triton.prepare import attend_prepare
@@ -17,8 +19,10 @@ from engine.kernels.triton.rows import gather, merge, silu_mul
 __all__ = [
     "add_norm",
     "attend_prepare",
+    "conv",
     "decode_attention",
     "decode_scratch",
+    "delta",
     "gated_norm",
     "gather",
     "linear",

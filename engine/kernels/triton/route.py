@@ -5,6 +5,8 @@ One block a token: f32 softmax by one tree over the experts, then k rounds of ar
 
 from __future__ import annotations
 
+# Kernel bodies are Triton's language, which only looks like Python to a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ def _route(
     left = tl.where(e < experts, p, -1.0)
     chosen = tl.zeros((KP,), tl.int32)
     weight = tl.zeros((KP,), tl.float32)
-    for j in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+    for j in tl.static_range(TOP_K):
         top = tl.argmax(left, 0, tie_break_left=True)
         chosen = tl.where(k == j, top, chosen)
         weight = tl.where(k == j, tl.max(left, 0), weight)
