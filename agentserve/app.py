@@ -160,5 +160,5 @@ def worker_settings(config: Config) -> WorkerSettings:
         disk_bytes_per_hour=model.disk_bytes_per_hour,
         checkpoints_url=model.checkpoints_url,
         log_level=config.log.level,
-        engine=model.engine,
+        engine={**({"vram_bytes": model.vram_bytes} if model.vram_bytes else {}), **model.engine},
     )

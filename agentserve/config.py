@@ -88,6 +88,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dir: a Hugging Face checkpoint directory; empty = the embedded demo model. name: what clients call it; empty = the
     directory's name. aliases: other names that are accepted; "*" accepts any.
     dialect: tool-call family, "auto" = by the chat template. threads 0 = choose.
+    device: "auto" = a CUDA device if there is one that will do. vram_bytes: device memory that the model may take, 0 = what is
+    free.
     ram_cache_bytes, disk_cache_bytes: what saved states may take, 0 = none; on disk they survive a restart, and the budget is
     for all models of the state directory. disk_reserve_bytes: free space left to others, states are given up for it.
     disk_bytes_per_hour: most that is written, 0 = no limit.
@@ -100,6 +102,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     aliases: tuple[str, ...] = ()
     dialect: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    vram_bytes: Annotated[int, Meta(ge=0)] = 0
     threads: Annotated[int, Meta(ge=0)] = 0
     ram_cache_bytes: Annotated[int, Meta(ge=0)] = msgspec.field(default_factory=_memory_share)
     disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30

@@ -14,7 +14,7 @@ from engine import budget
 from engine.errors import InvalidRequest
 from engine.models.base import ModelSpec
 
-Backend = Literal["cpu", "reference"]
+Backend = Literal["cpu", "reference", "cuda"]
 Auto = Literal["auto"]
 
 
@@ -66,6 +66,14 @@ class EngineConfig:
     slots: expert slots over all MoE layers; "auto" = every expert resident.
     slot_policy: who is evicted from the slots.
     poison_freed: fill freed pages and rows with NaN (tests), so that a stale read shows.
+
+    Of the cuda backend alone:
+    vram_bytes: device memory that this engine may take in all; None = what is free, less a reserve.
+    pin_bytes: most host memory that is pinned for the experts; None = all of them, as far as the system allows.
+    pass_tokens: prompt tokens that go through the layers together; takes the place of chunk_tokens and step_tokens there. None
+    = 16384 or what a sixteenth of the device's memory holds.
+    kernels: "triton", or "plain" torch; None = triton on a device. host_device: compute on host memory in the device's place
+    (tests); host_seed: of the order in which its two lanes run.
     """
 
     model_dir: Path | None = None
@@ -87,6 +95,12 @@ class EngineConfig:
     slots: int | Auto = "auto"
     slot_policy: Literal["lru", "lru_floor", "frequency"] = "lru_floor"
     poison_freed: bool = False
+    vram_bytes: int | None = None
+    pin_bytes: int | None = None
+    pass_tokens: int | None = None
+    kernels: Literal["triton", "plain"] | None = None
+    host_device: bool = False
+    host_seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "chunk_tokens", "restore_bytes", "max_rows"):
@@ -98,6 +112,10 @@ class EngineConfig:
                 raise InvalidRequest(name, value, 'an integer ≥ 1 or "auto"')
         if self.decode_gap_ms < 0:
             raise InvalidRequest("decode_gap_ms", self.decode_gap_ms, "an integer ≥ 0")
+        for name, least in (("vram_bytes", 1), ("pin_bytes", 0), ("pass_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidRequest(name, value, f"an integer ≥ {least}")
         if self.snapshot_rows != "auto" and self.snapshot_rows < 0:
             raise InvalidRequest("snapshot_rows", self.snapshot_rows, 'an integer ≥ 0 or "auto"')
 

@@ -19,8 +19,7 @@ from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
 from engine.errors import InvalidRequest
 from engine.kvcache.store import NO_ROW, Held, StateStore
-from engine.models.base import Model
-from engine.moe.slots import SlotMap
+from engine.models.base import Model, SlotCounters
 from engine.requests import check_hold, check_request, check_snapshot
 from engine.runner import load_model
 from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
@@ -60,9 +59,9 @@ class Engine:
         tell = progress or (lambda fraction, what: None)
         config = config.resolve(Machine.here())
         tell(0.0, "reading weights")
-        loaded = load_model(config)
+        loaded = load_model(config, tell)
         tell(0.9, "allocating KV pages")
-        engine = cls(loaded.model, config, loaded.weights_digest, loaded.slots)
+        engine = cls(loaded.model, loaded.config, loaded.weights_digest, loaded.slots, loaded.device)
         tell(1.0, "ready")
         return engine
 
@@ -71,11 +70,13 @@ class Engine:
         model: Model,
         config: EngineConfig,
         weights_digest: str = "",
-        slots: SlotMap | None = None,
+        slots: SlotCounters | None = None,
+        device: torch.device | None = None,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """slots: the model's expert slots, for the counters. clock_ns: what deadlines and the cost of steps are measured by."""
+        """slots: the model's expert slots, for the counters. device: where state lies, None = host memory. clock_ns: what
+        deadlines and the cost of steps are measured by."""
         self.model = model
         self._slots = slots
         spec = model.spec
@@ -87,6 +88,7 @@ class Engine:
             page_size=config.page_size,
             rows=config.max_rows + int(config.snapshot_rows),
             poison=config.poison_freed,
+            device=device,
         )
         self._clock_ns = clock_ns
         self.scheduler = Scheduler(

@@ -11,7 +11,9 @@ EngineError
 ├── SnapshotMismatch       a snapshot does not fit this model or position
 ├── UnknownHold            a hold id that was never given out or was released
 ├── NumericalError         NaN or infinity in a request's logits
-└── MaskFailed             a request's token mask has no answer, or allows nothing
+├── MaskFailed             a request's token mask has no answer, or allows nothing
+├── OutOfDeviceMemory      the device cannot hold what was asked for (names what, and how much was free)
+└── DeviceError            the device or the CPU executor beside it failed; the process has to be started again
 """
 
 from __future__ import annotations
@@ -83,3 +85,17 @@ class NumericalError(EngineError):
 
 class MaskFailed(EngineError):
     """A request's token mask has no answer, or allows no token; that request ends, others go on."""
+
+
+class OutOfDeviceMemory(EngineError):
+    """The device is too small, or another program holds its memory. Starting again may help, a smaller budget does."""
+
+    def __init__(self, what: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"{what}: needs {needed_bytes / 1e9:.2f} GB of device memory, {free_bytes / 1e9:.2f} GB are free")
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class DeviceError(EngineError):
+    """The device, or the CPU executor that works beside it, failed. What it held is lost: the worker process is started
+    again."""

@@ -6,8 +6,11 @@ Knows neither requests nor schedules: engine.py does, and hands over flat batche
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +21,7 @@ from engine.kernels import cpu
 from engine.layers.eager import EagerStep
 from engine.layers.program import Limits, ProgramStep, needs
 from engine.models import registry
-from engine.models.base import KvPools, Model, ModelSpec, RecurrentPools
+from engine.models.base import KvPools, Model, ModelSpec, RecurrentPools, SlotCounters
 from engine.models.decoder import Decoder
 from engine.models.hf_config import HfConfig
 from engine.moe.layer import Moe
@@ -28,6 +31,12 @@ from engine.quant import registry as formats
 from engine.weights.digests import Digests
 from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
+
+if TYPE_CHECKING:
+    from engine.device.base import Device
+    from engine.moe.host_bank import HostBank
+
+log = logging.getLogger(__name__)
 
 # Bumped by hand when a change of kernels or of the order of operations changes results beyond rounding: saved state of an
 # older number is not used again.
@@ -39,21 +48,29 @@ FIRST_LIMITS = Limits(rows=64, seqs=8, pages=64, cuts=16, positions=4096)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. weights_digest: see fingerprint.py. slots: the expert slot map, None if all are resident."""
+    """A model ready to run. weights_digest: see fingerprint.py. slots: counters of the expert slots, None if all are resident.
+
+    config: what was asked for, with what loading decided. device: where states lie, None = host memory.
+    """
 
     model: Model
     weights_digest: str
-    slots: SlotMap | None
+    slots: SlotCounters | None
+    config: EngineConfig
+    device: torch.device | None = None
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Read config.model_dir. Raises CheckpointError or Unsupported, naming the file, tensor or field at fault."""
+def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda fraction, what: None) -> LoadedModel:
+    """Read config.model_dir. tell(fraction, what): progress.
+
+    Raises CheckpointError or Unsupported, naming the file, tensor or field at fault; OutOfDeviceMemory.
+    """
     if config.model_dir is None:
         raise CheckpointError("no model directory was given")
     directory = Path(config.model_dir)
     threads = config.resolve(Machine.here()).threads
     assert threads != "auto"
-    if config.backend == "cpu" and cpu.available():
+    if config.backend in ("cpu", "cuda") and cpu.available():
         cpu.set_threads(threads)  # and leave torch alone: its threads spin, and all that it still does here is small
     elif config.backend == "cpu":
         torch.set_num_threads(threads)
@@ -62,11 +79,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     reader = CheckpointReader(directory)
     wanted = "float32" if config.backend == "reference" else config.dtype
     form = formats.choose(described, _embedding_dtype(reader), wanted)
-    if config.backend == "cpu":
+    store = device = None
+    if config.backend == "cuda":
+        from engine.gpu.load import open_device
+        from engine.moe.host_bank import BankLoader
+
+        store, device = BankLoader(), open_device(config)
+    elif config.backend == "cpu":
         reader.advise(cpu.advise_huge)
     digests = Digests(config.digests, verify=config.verify_weights)
     empty = cpu.huge_empty if config.backend == "cpu" else torch.empty
-    weights = Weights(reader, form.dtype, empty=empty, digests=digests)
+    weights = Weights(reader, form.dtype, empty=empty, digests=digests, store=store)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
     digests.save()
     own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
@@ -74,11 +97,31 @@ def load_model(config: EngineConfig) -> LoadedModel:
         own["kernels"] = cpu.isa() if cpu.available() else "torch"
     numerics = {**decoder.spec.numerics, **own}
     decoder = replace(decoder, spec=replace(decoder.spec, numerics=numerics))
+    if device is not None and store is not None:
+        return _on_device(decoder, weights.digest(), store.bank, config, device, tell)
     slots: SlotMap | None = None
     if config.slots != "auto":
         decoder, slots = offload_experts(decoder, config)
     runner = ReferenceModel(decoder) if config.backend == "reference" else CpuModel(decoder)
-    return LoadedModel(runner, weights.digest(), slots)
+    return LoadedModel(runner, weights.digest(), slots, config)
+
+
+def _on_device(
+    decoder: Decoder,
+    digest: str,
+    bank: HostBank | None,
+    config: EngineConfig,
+    device: Device,
+    tell: Callable[[float, str], None],
+) -> LoadedModel:
+    from engine.gpu.load import place
+
+    placed = place(decoder, bank, config, device, tell)
+    for line in placed.lines:
+        log.info("%s", line)
+    offloaded = placed.model.experts is not None and not placed.model.experts.resident
+    slots = placed.model.experts if offloaded else None
+    return LoadedModel(placed.model, digest, slots, placed.config, device.torch_device)
 
 
 def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, SlotMap | None]:

@@ -99,11 +99,13 @@ class Sampler:
             self._counts[token] += 1
 
     def choose(self, logits: torch.Tensor, index: int) -> Choice:
-        """Draw generated token number index from logits f32 [vocab], all finite. Does not change logits.
+        """Draw generated token number index from logits f32 [vocab], all finite, on any device. Does not change
+        them.
 
         Raises MaskFailed.
         """
         params = self.params
+        logits = logits.cpu()
         if self._seen is not None:
             scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
             logits = torch.where(self._seen, scaled, logits)

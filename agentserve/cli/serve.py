@@ -26,6 +26,9 @@ def serve(
     database_url: options.DatabaseUrl = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads for the model, 0 = all cores.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    vram: Annotated[
+        float | None, typer.Option(help="Device memory that the model may take, in GB. Default: what is free.", metavar="GB")
+    ] = None,
     cache_mb: Annotated[
         int | None, typer.Option("--cache-mb", help="Memory for saved states, in MiB. Default: an eighth of it all.")
     ] = None,
@@ -56,6 +59,7 @@ def serve(
         "store.url": database_url,
         "model.threads": threads,
         "model.device": device,
+        "model.vram_bytes": None if vram is None else round(vram * 1e9),
         "model.ram_cache_bytes": None if cache_mb is None else cache_mb << 20,
         "model.disk_cache_bytes": None if disk_cache_mb is None else disk_cache_mb << 20,
         "server.allowed_hosts": allowed_host or None,

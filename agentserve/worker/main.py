@@ -131,7 +131,7 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     """The engine for `settings`; progress goes out as Loading frames. Raises EngineError, or PipeClosed if the server left."""
     from engine.config import EngineConfig
     from engine.engine import Engine
-    from engine.errors import InvalidRequest, Unsupported
+    from engine.errors import InvalidRequest
 
     known = {field.name for field in fields(EngineConfig)} - {"model_dir", "digests"}
     for name in settings.engine:
@@ -143,12 +143,29 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
         pipe.flush()
 
     progress(0.0, "starting")
-    if settings.device == "cuda":
-        raise Unsupported("device: got 'cuda', this engine has: cpu")
-    chosen = {"threads": settings.threads} if settings.threads else {}
+    backend = "cpu"
+    if "backend" not in settings.engine and settings.device != "cpu":
+        backend = "cuda" if settings.device == "cuda" or _device_fits() else "cpu"
+    chosen: dict[str, object] = {"backend": backend}
+    if settings.threads:
+        chosen["threads"] = settings.threads
     digests = Path(settings.state_dir) / "weights.json" if settings.state_dir else None
     config = EngineConfig(model_dir=Path(settings.model_dir), digests=digests, **{**chosen, **settings.engine})  # pyright: ignore[reportArgumentType]
     return Engine.load(config, progress)
+
+
+def _device_fits() -> bool:
+    """Whether there is a device that the engine can use; says why not, where there is one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    from engine.gpu.load import unusable
+
+    reason = unusable()
+    if reason is not None:
+        log.warning("the CPU is used reason=%r", reason)
+    return reason is None
 
 
 def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) -> SavedStates:

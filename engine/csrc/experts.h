@@ -2,7 +2,8 @@
 // Included inside a kernel unit's anonymous namespace.
 //
 // p: 0 x [T, H], 1 ids int32 [T, k] (-1: skip), 2 weights f32 [T, k], 3 gate_up [E, 2I, H], 4 down [E, H, I], 5 out
-// [T, H], 6 residual or null.  n: 0 T, 1 H, 2 I, 3 k, 4 E, 5 x stride, 6 out stride, 7 residual stride (elements).
+// [T, H], 6 residual or null.  n: 0 T, 1 H, 2 I, 3 k, 4 E, 5 x stride, 6 out stride, 7 residual stride, 8 and 9 strides
+// between experts of gate_up and down (elements).
 // flags: bf16 bits of x, banks, out, residual.
 //
 // Tokens are grouped by expert, so a step reads each weight row once from memory. Of an expert's tokens, whole vectors go
@@ -15,7 +16,7 @@ struct ExpertArgs {
   const int32_t *ids;
   const float *weights;
   int T, H, I, top_k, E;
-  ptrdiff_t xs, os, rs;
+  ptrdiff_t xs, os, rs, gate_es, down_es;
   bool out_bf, res_bf;
 };
 
@@ -91,10 +92,10 @@ struct Experts {
 
   int token_of(int pair) const { return g.pairs[pair] / a.top_k; }
   const WT *gate_row(const Group &group, int i) const {
-    return (const WT *)a.gate_up + (size_t(group.expert) * 2 * a.I + i) * a.H;
+    return (const WT *)a.gate_up + group.expert * a.gate_es + size_t(i) * a.H;
   }
   const WT *down_row(const Group &group, int h) const {
-    return (const WT *)a.down + (size_t(group.expert) * a.H + h) * a.I;
+    return (const WT *)a.down + group.expert * a.down_es + size_t(h) * a.I;
   }
 
   void pack(const Group &group, int panel) {
@@ -267,7 +268,7 @@ static void experts_typed(const ExpertArgs &a) {
 static void op_experts(const asv_op &op, const Counts &counts) {
   ExpertArgs a = {op.p[0],  op.p[3], op.p[4], op.p[6], (void *)op.p[5], (const int32_t *)op.p[1], (const float *)op.p[2],
                   resolve(op.n[0], counts), op.n[1], op.n[2], op.n[3], op.n[4], op.n[5], op.n[6], op.n[7],
-                  is_bf16(op, 2), is_bf16(op, 3)};
+                  op.n[8], op.n[9], is_bf16(op, 2), is_bf16(op, 3)};
   if (a.T == 0) return;
   bool xb = is_bf16(op, 0), wb = is_bf16(op, 1);
 #if defined(ASV_HAVE_BF16)

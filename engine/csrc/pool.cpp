@@ -97,6 +97,8 @@ class Pool {
     choice_.record(fn, estimate_us, now_us() - start);
   }
 
+  void set_spin(double us) { spin_us_.store(us > 0 ? us : kSpinUs); }
+
   void stats(uint64_t out[3]) const {
     out[0] = parallel_;
     out[1] = alone_;
@@ -176,7 +178,7 @@ class Pool {
 
   // Returns the new epoch, or `last` when the pool stops.
   uint32_t wait_for_loop(uint32_t last) {
-    double until = now_us() + kSpinUs;
+    double until = now_us() + spin_us_.load(std::memory_order_relaxed);
     for (;;) {
       for (int i = 0; i < 64; ++i) {
         uint32_t epoch = uint32_t(claim_.load(std::memory_order_acquire) >> 32);
@@ -233,6 +235,7 @@ class Pool {
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> parked_{0};
   std::atomic<bool> stopping_{false};
+  std::atomic<double> spin_us_{kSpinUs};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> helpers_;
@@ -262,5 +265,6 @@ void *shared_scratch(int slot, size_t bytes) { return g_shared[slot].at_least(by
 int pool_threads() { return pool().threads(); }
 int pool_resize(int threads, bool pin) { return pool().resize(threads, pin); }
 void pool_stats(uint64_t out[3]) { pool().stats(out); }
+void pool_set_spin(double us) { pool().set_spin(us); }
 
 }  // namespace asv

@@ -19,6 +19,8 @@ void *shared_scratch(int slot, size_t bytes);
 int pool_threads();
 int pool_resize(int threads, bool pin);
 void pool_stats(uint64_t out[3]);
+// How long helpers look for the next loop before they park; 0: the default.
+void pool_set_spin(double us);
 
 constexpr double kParallelWorthUs = 30.0;
 constexpr int kMaxThreads = 256;

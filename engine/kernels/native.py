@@ -14,7 +14,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 FILE_NAME: Final = "libagentserve_cpu.so"
 
 # struct asv_op: code, flags, 14 pointers, 14 integers, 4 floats.
@@ -84,5 +84,15 @@ def declare(library: ctypes.CDLL) -> None:
     library.asv_pool_stats.restype = None
     library.asv_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     library.asv_run.argtypes = [ctypes.c_char_p, integer, integer, integer, integer]
-    for name in ("asv_abi_version", "asv_op_bytes", "asv_isa_best", "asv_get_isa", "asv_get_threads"):
+    pointer = ctypes.c_void_p
+    library.asv_serve_start.argtypes = [pointer]
+    library.asv_serve_start.restype = pointer
+    library.asv_serve_state.argtypes = [pointer, ctypes.POINTER(ctypes.c_uint64)]
+    library.asv_serve_state.restype = None
+    library.asv_serve_fault.argtypes = [pointer, ctypes.c_int32, ctypes.c_int32]
+    library.asv_serve_fault.restype = None
+    library.asv_serve_wake.argtypes = [pointer]
+    library.asv_serve_wake.restype = None
+    library.asv_serve_stop.argtypes = [pointer]
+    for name in ("asv_serve_config_bytes", "asv_abi_version", "asv_op_bytes", "asv_isa_best", "asv_get_isa", "asv_get_threads"):
         getattr(library, name).argtypes = []

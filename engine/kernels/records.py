@@ -61,6 +61,13 @@ def _whole(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     return tensor.data_ptr()
 
 
+def _rows_whole(name: str, tensor: Tensor) -> int:
+    """Each row contiguous, at any distance from the next."""
+    if len(tensor):
+        _whole(name, tensor[0])
+    return tensor.data_ptr()
+
+
 def _expect(name: str, tensor: Tensor, *shape: int | None) -> None:
     got = tensor.shape
     if len(got) != len(shape) or any(want is not None and want != have for want, have in zip(shape, got, strict=True)):
@@ -384,7 +391,8 @@ def experts(
 ) -> bytes:
     """out = Σ weight · down(silu(gate x) · up x) over each row's experts (+ residual), summed in f32. ids of −1 are skipped.
 
-    x, out [rows, hidden]; ids int32, weights f32 [rows, top_k]; gate_up [E, 2·inter, hidden], down [E, hidden, inter].
+    x, out [rows, hidden]; ids int32, weights f32 [rows, top_k]; gate_up [E, 2·inter, hidden], down [E, hidden, inter], any
+    distance from one expert to the next.
     """
     _expect("gate_up", gate_up, None, None, None)
     n, twice, hidden = gate_up.shape
@@ -406,12 +414,13 @@ def experts(
         _pointer("x", x),
         _whole("ids", ids, torch.int32),
         _whole("weights", weights, torch.float32),
-        _whole("gate_up", gate_up),
-        _whole("down", down),
+        _rows_whole("gate_up", gate_up),
+        _rows_whole("down", down),
         _pointer("out", out),
         residual_at,
     )
-    numbers = (count, hidden, twice // 2, ids.shape[1], n, x.stride(0), out.stride(0), residual_stride)
+    strides = (x.stride(0), out.stride(0), residual_stride, gate_up.stride(0), down.stride(0))
+    numbers = (count, hidden, twice // 2, ids.shape[1], n, *strides)
     return _record(native.EXPERTS, flags, pointers, numbers)
 
 

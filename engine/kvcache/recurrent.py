@@ -16,18 +16,20 @@ class RecurrentPools:
     """
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
-        layers = spec.delta_layers
         self.rows = rows
+        self._allocate(spec, torch.device("cpu"))
+        self._bytes = {name: pool.flatten(1).view(torch.uint8).numpy() for name, pool in self._named.items()}
+
+    def _allocate(self, spec: ModelSpec, device: torch.device) -> None:
+        layers, rows = spec.delta_layers, self.rows
         tail = max(0, spec.conv_kernel - 1)
-        self.delta = [torch.zeros(rows, spec.H_v, spec.d_k, spec.d_v) for _ in layers]
-        self.conv = [torch.zeros(rows, spec.conv_dim, tail, dtype=spec.dtype) for _ in layers]
+        self.delta = [torch.zeros(rows, spec.H_v, spec.d_k, spec.d_v, device=device) for _ in layers]
+        self.conv = [torch.zeros(rows, spec.conv_dim, tail, dtype=spec.dtype, device=device) for _ in layers]
         self._named = {
             f"layer.{layer.index}.{kind}": pool
             for layer, delta, conv in zip(layers, self.delta, self.conv, strict=True)
             for kind, pool in (("delta", delta), ("conv", conv))
         }
-
-        self._bytes = {name: pool.flatten(1).view(torch.uint8).numpy() for name, pool in self._named.items()}
 
     @property
     def components(self) -> tuple[StateComponent, ...]:

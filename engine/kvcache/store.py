@@ -19,6 +19,7 @@ import torch
 
 from engine.errors import OutOfPages, OutOfRows, UnknownHold
 from engine.kvcache.allocator import RefAllocator
+from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.kvcache.table import PageTable
@@ -45,12 +46,22 @@ class Held:
 class StateStore:
     """Pools, their allocators and the holds. The only place where references to pages and rows are counted."""
 
-    def __init__(self, spec: ModelSpec, pages: int, page_size: int, rows: int, poison: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        page_size: int,
+        rows: int,
+        poison: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """device: where the pools lie; None = host memory, laid out for the CPU kernels."""
         self.page_size = page_size
         self.recurrent = bool(spec.delta_layers)
         rows = rows if self.recurrent else 0
-        self.kv = KvPools(spec, pages, page_size)
-        self.states = RecurrentPools(spec, rows)
+        on_host = device is None
+        self.kv = KvPools(spec, pages, page_size) if on_host else DeviceKvPools(spec, pages, page_size, device)
+        self.states = RecurrentPools(spec, rows) if on_host else DeviceRecurrentPools(spec, rows, device)
         self.pages = RefAllocator(pages, OutOfPages)
         self.rows = RefAllocator(rows, OutOfRows)
         self.holds: dict[HoldId, Held] = {}
@@ -175,7 +186,7 @@ class StateStore:
         """A copy on the host: KV rows from kv_start, the recurrent components, logits if held."""
         kv = (KvRun(kv_start, self.kv.read(held.pages, kv_start, held.position)),) if kv_start < held.position else ()
         state = self.states.read(held.row) if held.row != NO_ROW else {}
-        logits = None if held.logits is None else held.logits.numpy().copy()
+        logits = None if held.logits is None else held.logits.cpu().numpy().copy()
         return StateSnapshot(held.position, kv, state, logits)
 
     def check(self, tables: list[PageTable], rows: list[int], pins: list[Held]) -> None:

@@ -44,7 +44,12 @@ class RopeTable:
             angles = torch.arange(start, start + _BLOCK, dtype=torch.float32)[:, None] * self._inverse
             self._cos.append(angles.cos() * self._scale)
             self._sin.append(angles.sin() * self._scale)
-        self.cos, self.sin = torch.cat(self._cos), torch.cat(self._sin)
+        device = self.cos.device
+        self.cos, self.sin = torch.cat(self._cos).to(device), torch.cat(self._sin).to(device)
+
+    def move(self, device: torch.device) -> None:
+        """Keep cos and sin there from now on."""
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 
 
 def rope_table(config: Mapping[str, Any], head_dim: int, partial_default: float = 1.0) -> RopeTable:

@@ -85,6 +85,15 @@ class RecurrentPools(Protocol):
     def conv(self) -> Sequence[torch.Tensor]: ...
 
 
+class SlotCounters(Protocol):
+    """Experts that a step found in slots, and that it did not, since the start."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+
+
 class Model(Protocol):
     """A loaded model. It owns weights only; all state of sequences lies in the pools that it is handed."""
 

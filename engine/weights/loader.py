@@ -7,10 +7,11 @@ inside multimodal checkpoints (`model.language_model.…`), whose other parts ar
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,11 +39,25 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+class ExpertStore(Protocol):
+    """Where experts are loaded to, instead of staying views of the file or being stacked in memory of their own."""
+
+    def place(
+        self, capacity: int, count: int, inter: int, hidden: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors gate_up [count, 2·inter, hidden] and down [count, hidden, inter] of one more layer, to be filled.
+
+        capacity: experts in the whole checkpoint, at least; the same at every call.
+        """
+        ...
+
+
 class Weights:
     """Tensors by the names they have in the plain text model (`model.layers.0.…`).
 
     dtype: what large tensors are converted to; those already in it stay views of the mapped file.
     empty(*shape, dtype=…): gives the memory that experts are put together in, where the file has one tensor for each.
+    store: where experts go; None leaves them in the file where they can stay there.
     Everything handed out is counted in `parameters` and goes into `digest`; digests: of the single tensors.
     """
 
@@ -53,10 +68,12 @@ class Weights:
         *,
         empty: Callable[..., torch.Tensor] = torch.empty,
         digests: Digests | None = None,
+        store: ExpertStore | None = None,
     ) -> None:
         self._reader = reader
         self._digests = Digests() if digests is None else digests
         self._empty = empty
+        self._store = store
         self.dtype = dtype
         self.parameters = 0
         self._fingerprint = Fingerprint()
@@ -84,20 +101,38 @@ class Weights:
 
     def experts(self, prefix: str, count: int, inter: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
         """gate_up [count, 2·inter, hidden] and down [count, hidden, inter] of `prefix` (`model.layers.0.mlp.experts`)."""
-        if f"{prefix}.gate_up_proj" in self:
-            gate_up = self.get(f"{prefix}.gate_up_proj", count, 2 * inter, hidden)
-            return gate_up, self.get(f"{prefix}.down_proj", count, hidden, inter)
-        if f"{prefix}.0.gate_proj.weight" not in self:
+        fused = f"{prefix}.gate_up_proj" in self
+        if not fused and f"{prefix}.0.gate_proj.weight" not in self:
             raise CheckpointError(
                 f"{self._reader.directory}: tensor {prefix}.gate_up_proj is missing, and so is {prefix}.0.gate_proj.weight"
             )
-        gate_up = self._empty(count, 2 * inter, hidden, dtype=self.dtype)
-        down = self._empty(count, hidden, inter, dtype=self.dtype)
+        if fused and self._store is None:
+            gate_up = self.get(f"{prefix}.gate_up_proj", count, 2 * inter, hidden)
+            return gate_up, self.get(f"{prefix}.down_proj", count, hidden, inter)
+        if self._store is None:
+            gate_up = self._empty(count, 2 * inter, hidden, dtype=self.dtype)
+            down = self._empty(count, hidden, inter, dtype=self.dtype)
+        else:
+            gate_up, down = self._store.place(self._experts_stored(inter * hidden), count, inter, hidden, self.dtype)
+        if fused:
+            self._move(f"{prefix}.gate_up_proj", gate_up)
+            self._move(f"{prefix}.down_proj", down)
+            return gate_up, down
         for e in range(count):
-            gate_up[e, :inter] = self._take(f"{prefix}.{e}.gate_proj.weight", (inter, hidden))
-            gate_up[e, inter:] = self._take(f"{prefix}.{e}.up_proj.weight", (inter, hidden))
-            down[e] = self._take(f"{prefix}.{e}.down_proj.weight", (hidden, inter))
+            self._move(f"{prefix}.{e}.gate_proj.weight", gate_up[e, :inter])
+            self._move(f"{prefix}.{e}.up_proj.weight", gate_up[e, inter:])
+            self._move(f"{prefix}.{e}.down_proj.weight", down[e])
         return gate_up, down
+
+    def _move(self, name: str, dest: torch.Tensor) -> None:
+        """Copy a tensor to its place and let go of the file's pages, so that no two copies stay in memory."""
+        dest.copy_(self._take(name, tuple(dest.shape)))
+        self._reader.let_go(self._stored_name(name))
+
+    def _experts_stored(self, matrix: int) -> int:
+        """Routed experts in the files, those of parts that are never read included. matrix: inter · hidden."""
+        names = (name for name in self._reader.names() if ".experts." in name)
+        return sum(math.prod(self._reader.entry(name).shape) for name in names) // (3 * matrix)
 
     def _find_prefix(self) -> str:
         for prefix in _PREFIXES:

@@ -6,8 +6,10 @@ Format: 8-byte little-endian header length, JSON header {name: {dtype, shape, da
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_LIBC = ctypes.CDLL(None)
+_PAGE = mmap.PAGESIZE
 _MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -95,6 +99,16 @@ class CheckpointReader:
         if stored.start % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view(stored.shape)
+
+    def let_go(self, name: str) -> None:
+        """Tell the system that the tensor's pages are not needed any more. Reading it again reads the file."""
+        stored = self.entry(name)
+        mapped = self._maps[stored.file]
+        # Whole pages inside only: its neighbours on the first and last page may still be wanted.
+        begin = -(-(mapped.data_ptr() + stored.start) // _PAGE) * _PAGE
+        end = (mapped.data_ptr() + stored.end) // _PAGE * _PAGE
+        if end > begin:
+            _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
     def _map(self, file: str) -> None:
         path = self.directory / file

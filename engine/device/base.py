@@ -1,0 +1,66 @@
+"""What the offloaded engine needs of a device beside tensors: tapes, graphs, pinned memory, and how much memory there is.
+
+Two implementations: cuda.py, and host.py, which runs the same orchestration on CPU tensors for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.device.tape import Tape
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes, as the driver counts them: other programs' memory is not free."""
+
+    free: int
+    total: int
+
+
+class Graph(Protocol):
+    """A captured tape."""
+
+    def replay(self) -> None:
+        """Enqueue the whole tape again; returns before it has run."""
+        ...
+
+
+class Device(Protocol):
+    """One device and the two streams that this engine uses on it."""
+
+    @property
+    def name(self) -> str:
+        """For people: the board's name."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def memory(self) -> DeviceMemory: ...
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that the device reads and writes directly, under the same address."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Pin existing host memory (uint8, whole pages) for direct reads. Returns why it was refused, None if it was not."""
+        ...
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+    def run(self, tape: Tape) -> None:
+        """Enqueue a tape after everything enqueued before."""
+        ...
+
+    def capture(self, tape: Tape) -> Graph:
+        """Run the tape once (kernels are compiled, libraries make their workspaces) and capture it. Its calls must be harmless
+        to run once more, must not allocate and must not wait for the device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything enqueued. Raises DeviceError if something of it failed."""
+        ...

@@ -1,0 +1,96 @@
+"""One CUDA device: two streams, tapes as launches or as a captured graph, host memory pinned through the runtime.
+
+torch holds the context; nothing here talks to the driver by itself but for pinning (see vmm.py for virtual memory).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.device.base import DeviceMemory
+from engine.device.tape import Lane, Tape
+from engine.errors import DeviceError, Unsupported
+
+_ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+_PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_LEAST_CAPABILITY = (8, 0)  # bf16 arithmetic
+
+
+class CudaDevice:
+    """See base.py. Becomes torch's current device. Raises Unsupported if there is no device that will do."""
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise Unsupported("device: got 'cuda', but torch sees no CUDA device here")
+        if torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
+            found = ".".join(map(str, torch.cuda.get_device_capability(index)))
+            raise Unsupported(f"device: {torch.cuda.get_device_name(index)} has compute capability {found}, needed: 8.0")
+        torch.cuda.set_device(index)
+        self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        self._main = torch.cuda.Stream(self.torch_device)
+        self._side = torch.cuda.Stream(self.torch_device)
+        # Everything that torch does by itself (copies, sampling) follows on the same stream.
+        torch.cuda.set_stream(self._main)
+        self._pool = None
+
+    def memory(self) -> DeviceMemory:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(free, total)
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        runtime: Any = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE_MAPPED))
+        if status in (0, _ALREADY_REGISTERED):
+            return None
+        reason = runtime.cudaGetErrorString(runtime.cudaError(status))
+        return f"{reason} (CUDA error {status})"
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+    def run(self, tape: Tape) -> None:
+        self._enqueue(tape, self._main)
+
+    def _enqueue(self, tape: Tape, main: torch.cuda.Stream) -> None:
+        streams = {Lane.MAIN: main, Lane.SIDE: self._side}
+        events = [torch.cuda.Event() for _ in range(tape.marks)]
+        current = Lane.MAIN
+        try:
+            for entry in tape.entries:
+                stream = streams[entry.lane]
+                if entry.awaits is not None:
+                    stream.wait_event(events[entry.awaits.index])
+                if entry.call is not None:
+                    if entry.lane is not current:
+                        torch.cuda.set_stream(stream)
+                        current = entry.lane
+                    entry.call()
+                if entry.sets is not None:
+                    events[entry.sets.index].record(stream)
+        finally:
+            torch.cuda.set_stream(main)
+
+    def capture(self, tape: Tape) -> torch.cuda.CUDAGraph:
+        self._enqueue(tape, self._main)
+        self.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._main, capture_error_mode="thread_local"):
+            self._enqueue(tape, self._main)
+        torch.cuda.set_stream(self._main)
+        return graph
+
+    def synchronize(self) -> None:
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError as error:
+            raise DeviceError(f"{self.name}: {error}") from error

@@ -1,0 +1,108 @@
+"""The routed experts of a model on the device: slot pool, maps, worklists, the way to the CPU executor. One per model.
+
+Knows bytes and where they lie; the steps (decode.py, prefill.py) say what runs when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.device.base import Device
+from engine.errors import DeviceError
+from engine.moe.banks import ExpertBank
+from engine.moe.device_state import SlotState
+from engine.moe.dispatch import fetch_table
+from engine.moe.handoff import Executor, ExecutorState, Mailbox, explain, start_executor
+from engine.moe.host_bank import HostBank
+
+HANDOFF_TOKENS = 256
+"""Most tokens of one request to the CPU executor."""
+WAIT_LIMIT_US = 5_000_000
+"""After this the device gives up waiting for the executor. The slowest right answer, 256 tokens over all experts of a layer on
+a few cores, takes a tenth of it."""
+
+
+class ExpertPool:
+    """slots over all layers, or every expert resident.
+
+    bank: records of flat ids, layer · experts + expert; its memory is given back if all are resident. memory: uint8 [slots,
+    record bytes], zeroed or not. top_k: choices of a token. max_rows: of a decode step.
+    """
+
+    def __init__(
+        self, device: Device, bank: HostBank, memory: torch.Tensor, experts: int, top_k: int, max_rows: int, policy: str
+    ) -> None:
+        self.device, self.bank, self.memory = device, bank, memory
+        self.experts, self.top_k = experts, top_k
+        self.layers = bank.rows // experts
+        self.slots = len(memory)
+        self.weights: ExpertBank = bank.record.views(memory)
+        place = device.torch_device
+        self.state = SlotState.empty(self.layers, experts, self.slots, policy, place, bank.pinned_rows)
+        self.resident = self.slots >= bank.rows
+        self.counts = torch.zeros(4, dtype=torch.int32, device=place)
+        # Fetches of one layer of one step: never more than there are choices, experts or slots.
+        most = max(1, min(max_rows * top_k, experts, self.slots))
+        self.work = torch.zeros(most, 2, dtype=torch.int32, device=place)
+        self.table = torch.zeros(most + 1, dtype=torch.int32, device=place)
+        self.set_table(fetch_table(-1, most))
+        self.box = Mailbox(device, HANDOFF_TOKENS, bank.record.hidden, top_k, bank.record.dtype)
+        self.nothing = torch.zeros(HANDOFF_TOKENS, bank.record.hidden, device=place)
+        self._executor: Executor | None = None
+        if self.resident:
+            memory[: bank.rows].copy_(bank.bytes)
+            bank.discard()
+        else:
+            self._executor = start_executor(self.box, bank, experts)
+
+    def layer(self, ordinal: int) -> ExpertBank:
+        """The experts of one layer when all are resident: rows are experts."""
+        rows = slice(ordinal * self.experts, (ordinal + 1) * self.experts)
+        return ExpertBank(self.weights.gate_up[rows], self.weights.down[rows])
+
+    def set_table(self, table: Sequence[int]) -> None:
+        """How many of m misses of a layer are fetched, for m = 0, 1, …; the last entry serves every larger m. Takes effect with
+        the next step; graphs stay."""
+        most = len(self.table)
+        full = [table[min(m, len(table) - 1)] for m in range(most)]
+        assert all(0 <= q <= m for m, q in enumerate(full))
+        self.table.copy_(torch.tensor(full, dtype=torch.int32))
+
+    def wake(self) -> None:
+        if self._executor is not None:
+            self._executor.wake()
+
+    def executor_state(self) -> ExecutorState | None:
+        return None if self._executor is None else self._executor.state()
+
+    def inject_fault(self, kind: int, epoch: int) -> None:
+        """For tests: see Executor.fault."""
+        assert self._executor is not None
+        self._executor.fault(kind, epoch)
+
+    def check(self) -> None:
+        """After a step has run: raise DeviceError if the executor failed it."""
+        status, epoch = self.box.status_host[:2].tolist()
+        if status and self._executor is not None:
+            raise DeviceError(explain(status, epoch, self._executor.state()))
+
+    @property
+    def hits(self) -> int:
+        return self.totals()[2]
+
+    @property
+    def misses(self) -> int:
+        return self.totals()[3]
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """Since the start: fetches, experts on the CPU, hits, misses. Waits for the device."""
+        fetches, on_cpu, hits, misses = self.state.totals.tolist()
+        return fetches, on_cpu, hits, misses
+
+    def close(self) -> None:
+        """Stop the executor and let go of pinned memory. The device must be idle."""
+        if self._executor is None or self._executor.stop():
+            self.bank.unpin(self.device)
+        self._executor = None

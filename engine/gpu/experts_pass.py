@@ -1,0 +1,109 @@
+"""How the routed experts of a prefill pass come to the device, layer by layer, and are computed there.
+
+Ways, chosen for each layer by the cost model (moe/cost.py):
+- resident: every expert has its slot; nothing moves.
+- union: only what the tokens route to is fetched, decided on the device, without waiting for it; the CPU may take the experts
+  with few tokens meanwhile (co-execution).
+- stream: every missing expert of the layer comes through the ring by copy engine, ahead of the layer, while earlier layers
+  compute.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from engine.device.tape import Lane, Tape
+from engine.gpu.decode import Buffers
+from engine.gpu.experts import HANDOFF_TOKENS, WAIT_LIMIT_US, ExpertPool
+
+
+class ExpertPass:
+    """The experts of one pass. part: buffers of a chunk."""
+
+    def __init__(self, pool: ExpertPool, ops: ModuleType, part: Buffers, pass_rows: Buffers) -> None:
+        self._pool, self._ops, self._part, self._rows = pool, ops, part, pass_rows
+        place = pool.device.torch_device
+        self._slot_of = torch.full((pool.experts,), -1, dtype=torch.int32, device=place)
+        self._work = torch.zeros(max(1, min(pool.experts, pool.slots)), 2, dtype=torch.int32, device=place)
+
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add the routed experts' outputs of MoE layer `layer` to residual f32 [T, H]."""
+        if not len(x):
+            return
+        if self._pool.resident:
+            first = layer * self._pool.experts
+            self._slot_of.copy_(torch.arange(first, first + self._pool.experts, dtype=torch.int32))
+            self._compute(x, ids, weights, residual)
+        else:
+            self._union(layer, x, ids, weights, residual, cpu_below=0)
+
+    def _union(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor, cpu_below: int
+    ) -> None:
+        pool, ops = self._pool, self._ops
+        there = self._rows.get("ids_there", len(ids), ids.shape[1], torch.int32)
+        use_cpu = cpu_below > 0 or pool.bank.pinned_rows < pool.bank.rows
+        for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, pool.state.floor)):
+            tape = Tape()
+            args = (pool.state, layer, ids, pool.slots, cpu_below, turn == 0, self._slot_of, there, self._work, pool.counts)
+            tape.add(lambda args=args: ops.union(*args))
+            if turn == 0 and use_cpu:
+                self._ask(tape, layer, x, there, weights, slice(0, HANDOFF_TOKENS))
+            tape.fork()
+            tape.add(lambda: ops.fetch(pool.bank.bytes, pool.memory, self._work, pool.counts), Lane.SIDE)
+            tape.join()
+            pool.device.run(tape)
+            self._compute(x, ids, weights, residual)
+        if use_cpu:
+            self._collect(layer, x, there, weights, residual)
+
+    def _ask(self, tape: Tape, layer: int, x: torch.Tensor, there: torch.Tensor, weights: torch.Tensor, rows: slice) -> None:
+        pool, box = self._pool, self._pool.box
+        request = (box.request, box.x, box.ids, box.weights)
+        args = (x[rows], there[rows], weights[rows], pool.counts, box.epoch, layer, *request)
+        pool.wake()
+        tape.add(lambda: self._ops.publish(*args))
+
+    def _collect(self, layer: int, x: torch.Tensor, there: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add the CPU's share, a mailbox full at a time; the first request is on its way already."""
+        pool, box, ops = self._pool, self._pool.box, self._ops
+        for first in range(0, len(x), box.tokens):
+            rows = slice(first, min(len(x), first + box.tokens))
+            if first:
+                tape = Tape()
+                self._ask(tape, layer, x, there, weights, rows)
+                pool.device.run(tape)
+            n = rows.stop - rows.start
+            ops.wait_reply(pool.counts, box.epoch, box.reply, WAIT_LIMIT_US, box.status)
+            ops.merge(residual[rows], pool.nothing[:n], box.out[:n], pool.counts, box.status, None, None)
+
+    def _compute(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
+        """The experts that slot_of names, chunk by chunk."""
+        pool, ops, k = self._pool, self._ops, ids.shape[1]
+        for first in range(0, len(x), self._part.rows):
+            rows = slice(first, min(len(x), first + self._part.rows))
+            n = rows.stop - rows.start
+            order = self._part.get("order", n, k, torch.int32).view(-1)
+            offsets = self._offsets()
+            ops.group(ids[rows], pool.experts, order, offsets)
+            inner = self._part.get("expert_inner", n, k * pool.bank.record.inter).view(n * k, -1)
+            bank = pool.weights
+            ops.grouped_experts(
+                x[rows], ids[rows], order, offsets, self._slot_of, weights[rows], bank.gate_up, bank.down, inner, residual[rows]
+            )
+
+    def _offsets(self) -> torch.Tensor:
+        count = self._pool.experts + 1
+        return self._part.flat("offsets", count).view(torch.int32)
+
+
+def union_rounds(experts: int, slots: int, work: int, layers: int, floor: int) -> int:
+    """Rounds after which every expert of a layer has been computed, whatever lies in the slots. Integers only.
+
+    The first round may find no victim at all, since what the tokens use already may fill the pool. In a later one nothing is
+    in use, and of the other layers only their floors are out of reach.
+    """
+    each = max(1, min(work, slots - (layers - 1) * floor))
+    return 1 + -(-experts // each)

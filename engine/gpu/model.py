@@ -1,0 +1,205 @@
+"""The offloaded engine's model: weights and experts on a device, decode steps as graphs, prefill in passes.
+
+Knows nothing of requests; engine.py hands over flat batches, as to every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from engine.batch import ForwardBatch, SeqSlice
+from engine.device.base import Device, Graph
+from engine.gpu.decode import Buffers, DecodeStep
+from engine.gpu.experts import ExpertPool
+from engine.gpu.experts_pass import ExpertPass
+from engine.gpu.prefill import PrefillStep
+from engine.gpu.tables import DecodeTables
+from engine.models.base import KvPools, ModelSpec, RecurrentPools
+from engine.models.decoder import Decoder
+
+
+class GpuModel:
+    """See models/base.Model. Bound to the first pools that it is given: graphs hold their addresses.
+
+    decoder: on the device. experts: None for a model without MoE layers. max_rows: most sequences of a decode step.
+    pass_tokens: most tokens of one pass; chunk_rows: of one of its chunks.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: Device,
+        ops: ModuleType,
+        experts: ExpertPool | None,
+        *,
+        max_rows: int,
+        max_context: int,
+        pass_tokens: int,
+        chunk_rows: int,
+    ) -> None:
+        self._decoder, self.device, self._ops, self.experts = decoder, device, ops, experts
+        self._max_context = max_context
+        place = device.torch_device
+        self._decode_buffers = Buffers(max_rows, decoder.spec.dtype, place)
+        self._pass_buffers = Buffers(pass_tokens, decoder.spec.dtype, place)
+        self._chunk_buffers = Buffers(min(chunk_rows, pass_tokens), decoder.spec.dtype, place)
+        self._expert_pass = None if experts is None else ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers)
+        self._tables: DecodeTables | None = None
+        self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
+        self._pools: tuple[KvPools, RecurrentPools] | None = None
+        self._sizes = graph_sizes(max_rows)
+        decoder.rope.reach(max_context)
+        decoder.rope.move(place)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.spec
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        """Logits f32 on the device. Raises DeviceError if the device or the executor failed; state is then undefined."""
+        self._bind(kv, states)
+        steps = [seq for seq in batch.seqs if seq.length == 1]
+        longer = [seq for seq in batch.seqs if seq.length > 1]
+        wanted = batch.logit_rows.tolist()
+        out: torch.Tensor | None = None
+        if steps:
+            tokens = batch.token_ids[[seq.start for seq in steps]]
+            logits = self._decode(tokens, steps, kv, states)
+            picked = [index for index, seq in enumerate(steps) if seq.start in wanted]
+            out = (
+                logits
+                if len(picked) == len(wanted)
+                else self._place(out, logits[picked], [steps[i].start for i in picked], wanted)
+            )
+        if longer:
+            part, rows = _only(batch, longer)
+            logits = self._prefill(part, kv, states)
+            out = logits if len(rows) == len(wanted) else self._place(out, logits, rows, wanted)
+        assert out is not None
+        return out
+
+    def _place(self, out: torch.Tensor | None, logits: torch.Tensor, rows: list[int], wanted: list[int]) -> torch.Tensor:
+        if out is None or len(out) != len(wanted):
+            out = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=logits.device)
+        if rows:
+            at = torch.tensor([wanted.index(row) for row in rows], device=logits.device)
+            out.index_copy_(0, at, logits)
+        return out
+
+    def _bind(self, kv: KvPools, states: RecurrentPools) -> None:
+        if self._pools is not None and self._pools[0] is kv and self._pools[1] is states:
+            return
+        self._pools = (kv, states)
+        self._graphs.clear()
+        self._tables = DecodeTables(self.device, self._sizes[-1], -(-self._max_context // kv.page_size), kv.page_size)
+
+    # ── decode ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
+        """Capture every graph now: the first token of the first request does not wait for it."""
+        self._bind(kv, states)
+        for size in self._sizes:
+            self._graph(size)
+
+    def _graph(self, rows: int) -> tuple[Graph, torch.Tensor]:
+        size = next(size for size in self._sizes if size >= rows)
+        if size not in self._graphs:
+            assert self._pools is not None
+            assert self._tables is not None
+            step = DecodeStep(
+                size, self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *self._pools, self._decoder.rope
+            )
+            self._decoder.run(step)
+            self._tables.fill(torch.zeros(0, dtype=torch.int64), ())  # capturing runs the step once: on no sequence
+            self._graphs[size] = self.device.capture(step.tape), step.logits_out
+        return self._graphs[size]
+
+    def _decode(self, tokens: torch.Tensor, seqs: list[SeqSlice], kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        """Logits [len(seqs), vocab], a copy."""
+        parts = []
+        most = self._sizes[-1]
+        for first in range(0, len(seqs), most):
+            part = seqs[first : first + most]
+            graph, logits = self._graph(len(part))
+            assert self._tables is not None
+            self._tables.fill(tokens[first : first + most], part)
+            if self.experts is not None:
+                self.experts.wake()
+            graph.replay()
+            for seq in part:
+                for cut in seq.cuts:
+                    for pool in (*states.delta, *states.conv):
+                        pool[cut.dest_row].copy_(pool[seq.state_row])
+            parts.append(logits[: len(part)].clone())
+            # The tables' host copy may be written again only now, and a failed executor must be seen before a token is drawn.
+            self.device.synchronize()
+            self._check()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    # ── prefill ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prefill(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        if len(batch.token_ids) > self._pass_buffers.rows:
+            raise ValueError(f"a pass of {len(batch.token_ids)} tokens exceeds the buffers' {self._pass_buffers.rows}")
+        step = PrefillStep(
+            batch,
+            self.spec,
+            self._ops,
+            self._pass_buffers,
+            self._chunk_buffers,
+            self._expert_pass,
+            kv,
+            states,
+            self._decoder.rope,
+            self.device.torch_device,
+        )
+        logits = self._decoder.run(step)
+        experts = self.experts
+        if experts is not None and not experts.resident:
+            experts.box.status_host.copy_(experts.box.status, non_blocking=True)
+        self.device.synchronize()
+        self._check()
+        return logits
+
+    def _check(self) -> None:
+        if self.experts is not None:
+            self.experts.check()
+
+    def close(self) -> None:
+        """Wait for the device and give back pinned memory and threads."""
+        self.device.synchronize()
+        if self.experts is not None:
+            self.experts.close()
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes that get a graph: powers of two, then max_rows. A step is padded to the next of them. Integers only."""
+    sizes = []
+    size = 1
+    while size < max_rows:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_rows)
+
+
+def _only(batch: ForwardBatch, seqs: list[SeqSlice]) -> tuple[ForwardBatch, list[int]]:
+    """The part of a batch that belongs to these sequences, and which of its wanted rows they are."""
+    if len(seqs) == len(batch.seqs):
+        return batch, batch.logit_rows.tolist()
+    moved, ids, positions, rows, kept = [], [], [], [], []
+    at = 0
+    wanted = batch.logit_rows.tolist()
+    for seq in seqs:
+        own = slice(seq.start, seq.start + seq.length)
+        ids.append(batch.token_ids[own])
+        positions.append(batch.positions[own])
+        mine = [row for row in wanted if own.start <= row < own.stop]
+        kept += mine
+        rows += [row - seq.start + at for row in mine]
+        moved.append(replace(seq, start=at))
+        at += seq.length
+    return ForwardBatch(torch.cat(ids), torch.cat(positions), tuple(moved), torch.tensor(rows, dtype=torch.int64)), kept

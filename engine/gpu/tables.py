@@ -1,0 +1,57 @@
+"""What a step is told, where kernels read it: small integer tables at fixed addresses, filled from a batch by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.batch import SeqSlice
+from engine.device.base import Device
+
+_IDS, _CONTEXTS, _SLOTS, _ROWS = range(4)
+
+
+class DecodeTables:
+    """For up to `rows` sequences with one token each. Tables of a step with fewer rows are the first columns.
+
+    ids: int32 tokens. contexts: position of the token, −1 = no sequence. slots: where its keys go. state_rows. pages: int32
+    [rows, max_pages]; rewritten only where a sequence's table has changed, so a step usually moves 16 bytes a row.
+    """
+
+    def __init__(self, device: Device, rows: int, max_pages: int, page_size: int) -> None:
+        place = device.torch_device
+        self.rows, self.page_size = rows, page_size
+        self._host = device.pinned(4, rows, dtype=torch.int32)
+        self._host_pages = device.pinned(rows, max_pages, dtype=torch.int32)
+        self._host_pages.fill_(-1)
+        self._known = [0] * rows
+        self._device = torch.full((4, rows), -1, dtype=torch.int32, device=place)
+        self._device[_IDS] = 0
+        self.ids, self.contexts = self._device[_IDS], self._device[_CONTEXTS]
+        self.slots, self.state_rows = self._device[_SLOTS], self._device[_ROWS]
+        self.pages = torch.zeros(rows, max_pages, dtype=torch.int32, device=place)
+        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=place)
+
+    def fill(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice]) -> None:
+        """tokens: int64 [len(seqs)], one for each sequence. The device must be done with the step before."""
+        host = self._host.numpy()
+        host[_IDS] = 0
+        host[1:] = -1
+        host[_IDS, : len(seqs)] = tokens.numpy()
+        for index, seq in enumerate(seqs):
+            page, offset = divmod(seq.context, self.page_size)
+            host[_CONTEXTS, index] = seq.context
+            host[_SLOTS, index] = int(seq.page_table[page]) * self.page_size + offset
+            host[_ROWS, index] = seq.state_row
+            self._fill_pages(index, seq.page_table.numpy())
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_pages(self, index: int, pages: np.ndarray) -> None:
+        have, count = self._host_pages.numpy()[index], len(pages)
+        if self._known[index] >= count and np.array_equal(have[:count], pages):
+            return
+        have[:count] = pages
+        self._known[index] = count
+        self.pages[index, :count].copy_(self._host_pages[index, :count], non_blocking=True)

@@ -1,0 +1,102 @@
+"""The slot cache's maps where kernels read them. The same integers as slots.SlotMap, as tensors on the device.
+
+Kernels change them (admission), and so does the host between steps (ring, resize) through `pull` and `push`. The maps are exact
+inverses whenever a kernel can read them: see kernels/plain.admit for the order in which owners and bytes change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.moe.slots import NONE, SlotMap, make_policy
+
+FREE, LENT = -1, -2
+
+
+@dataclass(slots=True)
+class SlotState:
+    """slot_for_id: int32 [layers · experts]. id_of_slot: int32 [slots], FREE, or LENT while a ring has the slot. last_use
+    int64, heat int32 [slots]. residents: int32 [layers]. step: int64 [1]. totals: int64 [4], fetches, CPU experts, hits,
+    misses.
+    round_ids int32 [experts], round_left int32 [1]: misses of a prefill batch that wait for a later round.
+
+    pinned_ids: flat ids from here on are not in pinned memory and are never fetched. policy, floor: as slots.make_policy.
+    """
+
+    layers: int
+    experts: int
+    slot_for_id: torch.Tensor
+    id_of_slot: torch.Tensor
+    last_use: torch.Tensor
+    heat: torch.Tensor
+    residents: torch.Tensor
+    step: torch.Tensor
+    totals: torch.Tensor
+    round_ids: torch.Tensor
+    round_left: torch.Tensor
+    pinned_ids: int
+    policy: str
+    floor: int
+
+    @classmethod
+    def empty(
+        cls, layers: int, experts: int, slots: int, policy: str, device: torch.device, pinned_ids: int | None = None
+    ) -> SlotState:
+        """No slot has an owner. floor: half of an even share."""
+
+        def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        make_policy(policy, slots, layers)  # refuses an unknown name
+        return cls(
+            layers=layers,
+            experts=experts,
+            slot_for_id=filled(NONE, layers * experts),
+            id_of_slot=filled(FREE, slots),
+            last_use=filled(0, slots, dtype=torch.int64),
+            heat=filled(0, slots),
+            residents=filled(0, layers),
+            step=filled(0, 1, dtype=torch.int64),
+            totals=filled(0, 4, dtype=torch.int64),
+            round_ids=filled(NONE, experts),
+            round_left=filled(0, 1),
+            pinned_ids=layers * experts if pinned_ids is None else pinned_ids,
+            policy=policy,
+            floor=floor_of(slots, layers),
+        )
+
+    @property
+    def slots(self) -> int:
+        return len(self.id_of_slot)
+
+    def pull(self) -> SlotMap:
+        """A copy on the host as it is once everything enqueued has run. Waits for the device."""
+        copy = SlotMap(self.slots, self.layers, self.experts, make_policy(self.policy, self.slots, self.layers))
+        owners = self.id_of_slot.tolist()
+        copy.id_of_slot = [max(owner, NONE) for owner in owners]
+        copy.lent = {slot for slot, owner in enumerate(owners) if owner == LENT}
+        copy.slot_for_id = self.slot_for_id.tolist()
+        copy.last_use, copy.heat = self.last_use.tolist(), self.heat.tolist()
+        copy.residents = self.residents.tolist()
+        copy.step = int(self.step)
+        return copy
+
+    def push(self, slots: SlotMap) -> None:
+        """Make the device's maps those of a copy that was pulled and changed, in stream order."""
+        owners = [LENT if slot in slots.lent else owner for slot, owner in enumerate(slots.id_of_slot)]
+        for tensor, values in (
+            (self.id_of_slot, owners),
+            (self.slot_for_id, slots.slot_for_id),
+            (self.last_use, slots.last_use),
+            (self.heat, slots.heat),
+            (self.residents, slots.residents),
+            (self.step, [slots.step]),
+        ):
+            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+
+
+def floor_of(slots: int, layers: int) -> int:
+    """Residents of a layer that no other layer may take: half of an even share."""
+    return slots // layers // 2

@@ -1,0 +1,158 @@
+"""Whole requests on the offloaded engine: transformers' greedy tokens, cuts, restores, sampling from logits on the device."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
+from engine.gpu.model import GpuModel
+from engine.types import SamplingParams
+from tests.engine.checkpoints import make, save
+from tests.engine.gpu.models import DEVICES, TYPES, check_slots
+from tests.engine.helpers import prompt, release_all, request, run
+
+NEW = 12
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def checkpoint(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    model = make(request.param)
+    return save(model, tmp_path_factory.mktemp(request.param)), model
+
+
+@contextmanager
+def engine_on(directory: Path, device: str = "host", **changes: Any):
+    fields: dict[str, Any] = {
+        "model_dir": directory,
+        "backend": "cuda",
+        "threads": 1,
+        "page_size": 16,
+        "pass_tokens": 64,
+        "kv_tokens": 2048,
+        "snapshot_rows": 16,
+        "max_rows": 6,
+        "vram_bytes": 1 << 28,
+        "poison_freed": True,
+        "host_device": device == "host",
+        "host_seed": 5,
+    }
+    engine = Engine.load(EngineConfig(**(fields | changes)))
+    model = engine.model
+    assert isinstance(model, GpuModel)
+    try:
+        yield engine
+    finally:
+        model.close()
+
+
+def golden(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", ["auto", 5])
+def test_greedy_tokens_are_those_of_transformers(checkpoint, slots, device):
+    directory, model = checkpoint
+    prompts = {str(n): prompt(n, n) for n in (1, 5, 64, 100)}
+    with engine_on(directory, device, slots=slots) as engine:
+        for id, ids in prompts.items():
+            engine.submit(request(id, ids, NEW))
+        log = run(engine)
+        for id, ids in prompts.items():
+            assert log.tokens[id] == golden(model, ids, NEW)
+        assert (engine.stats().slot_misses > 0) == (slots != "auto")
+        if slots != "auto":
+            check_slots(engine.model.experts)  # type: ignore[attr-defined]
+        release_all(engine)
+        assert engine.info.backend == "cuda"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_come_back_from_holds_and_from_the_host(checkpoint, device):
+    directory, model = checkpoint
+    ids = prompt(3, 90)
+    with engine_on(directory, device, slots=6) as engine:
+        engine.submit(request("cold", ids, NEW, cuts=(1, 37, 64, 89, 90)))
+        log = run(engine)
+        want = golden(model, ids, NEW)
+        assert log.tokens["cold"] == want
+        for position in (1, 37, 64, 89, 90):
+            hold = log.hold_at("cold", position)
+            snapshot = engine.copy_out(hold)
+            engine.submit(request(f"held {position}", ids, NEW, restore=hold))
+            engine.submit(request(f"copied {position}", ids, NEW, restore=snapshot))
+            again = run(engine)
+            assert again.tokens[f"held {position}"] == want
+            assert again.tokens[f"copied {position}"] == want
+            rows = np.concatenate([run_.rows for run_ in snapshot.kv])
+            assert rows.shape == (position, engine.layout.kv_token_bytes)
+            for hold in [cut.hold for cuts in again.cuts.values() for cut in cuts]:
+                engine.release(hold)
+        release_all(engine)
+
+
+def test_tokens_are_drawn_from_logits_on_the_device(checkpoint):
+    directory, _ = checkpoint
+    sampling = SamplingParams(
+        max_tokens=NEW, temperature=0.8, top_p=0.9, top_k=20, seed=7, logprobs=2, repetition_penalty=1.1, presence_penalty=0.2
+    )
+    drawn = []
+    for backend in ("cuda", "reference"):
+        with engine_on(directory) if backend == "cuda" else reference_engine(directory) as engine:
+            engine.submit(request("a", prompt(4, 20), sampling=sampling))
+            drawn.append(run(engine).tokens["a"])
+    assert drawn[0] == drawn[1]
+
+
+@contextmanager
+def reference_engine(directory: Path):
+    yield Engine.load(EngineConfig(model_dir=directory, backend="reference", page_size=16, kv_tokens=2048, snapshot_rows=16))
+
+
+def test_a_failed_executor_ends_the_requests_and_says_why(checkpoint, monkeypatch):
+    directory, _ = checkpoint
+    monkeypatch.setattr("engine.gpu.decode.WAIT_LIMIT_US", 200_000)
+    with engine_on(directory, slots=5) as engine:
+        experts = engine.model.experts  # type: ignore[attr-defined]
+        experts.set_table((0,))
+        experts.inject_fault(1, 3)
+        engine.submit(request("a", prompt(1, 4), NEW))
+        with pytest.raises(DeviceError, match="thread has ended; request 3"):
+            run(engine)
+        (end,) = [event for event in engine.step() if event.request_id == "a"]
+        assert (end.reason, end.error) == ("error", "the forward pass failed")  # type: ignore[union-attr]
+        engine.check()
+
+
+def test_what_was_decided_is_said_in_a_line_each(checkpoint, caplog):
+    directory, _ = checkpoint
+    with caplog.at_level("INFO", logger="engine.runner"), engine_on(directory, slots=5):
+        lines = [record.getMessage() for record in caplog.records if record.name == "engine.runner"]
+    assert [line.split(":")[0] for line in lines] == ["device", "weights", "state", "experts"]
+    assert "KV for 2048 tokens" in lines[2]
+    assert "5 of " in lines[3]
+
+
+def test_a_device_that_is_too_small_is_an_error_with_numbers(checkpoint):
+    directory, _ = checkpoint
+    with pytest.raises(OutOfDeviceMemory, match=r"needs 0\.\d+ GB of device memory, 0\.00 GB are free"):
+        Engine.load(EngineConfig(model_dir=directory, backend="cuda", host_device=True, vram_bytes=100_000))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_without_a_device_the_backend_is_refused_by_name(checkpoint):
+    directory, _ = checkpoint
+    with pytest.raises(Unsupported, match="no CUDA device"):
+        Engine.load(EngineConfig(model_dir=directory, backend="cuda"))
