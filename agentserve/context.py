@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Raw
 
-from agentserve.errors import InvalidValue, PreviousResponseNotFound
-from agentserve.interfaces import Store, StoredResponse
+from agentserve.errors import InvalidValue, NotFound, PreviousResponseNotFound
+from agentserve.interfaces import InConversation, Store, StoredResponse
 from agentserve.protocol.decode import decode_tools
 from agentserve.protocol.items import Item, Tool
 from agentserve.request import TurnRequest
@@ -19,13 +19,19 @@ from agentserve.services import Services
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All items of a turn, oldest first. own: the turn's, which are the last of them. parent: the response it follows."""
+    """All items of a turn, oldest first. own: those that the turn is stored with, the last of them: its new ones, or all if
+    the response before it does not say the rest. parent: the response that does. follows: one that does not.
+    inherited_tools: as they are stored, where the request names none of its own.
+    """
 
     session: str
     parent: StoredResponse | None
     items: tuple[Item, ...]
     own: tuple[Item, ...]
     tools: tuple[Tool, ...]
+    inherited_tools: bytes | None = None
+    follows: str | None = None
+    conversation: InConversation | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class LocalResponses:
 async def resolve(request: TurnRequest, services: Services, local: LocalResponses) -> Context:
     """Find the parent chain and the session, and open what is sealed. Raises PreviousResponseNotFound, InvalidValue."""
     own = opened(request.items, services.seal, request.principal.id)
+    if request.conversation is not None:
+        return await _extended(request, request.conversation, own, services.store)
     parent_id = request.create.previous_response_id
     if parent_id is None:
         if not own and not request.create.instructions:
@@ -60,8 +68,39 @@ async def resolve(request: TurnRequest, services: Services, local: LocalResponse
         raise PreviousResponseNotFound(parent_id[:128])
     parent = chain[-1]
     items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + own
-    tools = decode_tools(msgspec.json.decode(parent.tools, type=list[Raw]))[0] if request.tools is None else request.tools
-    return Context(parent.session, parent, items, own, tools)
+    return Context(parent.session, parent, items, own, *_tools(request, parent))
+
+
+def _tools(request: TurnRequest, before: StoredResponse | None) -> tuple[tuple[Tool, ...], bytes | None]:
+    """The request's; left out, those of the response before it, and these as they are stored."""
+    if request.tools is not None or before is None:
+        return request.tools or (), None
+    return decode_tools(msgspec.json.decode(before.tools, type=list[Raw]))[0], before.tools
+
+
+async def _extended(request: TurnRequest, conversation_id: str, own: tuple[Item, ...], store: Store) -> Context:
+    """The context of a conversation's next turn. Raises NotFound."""
+    principal = request.principal.id
+    conversation = await store.conversations.get(principal, conversation_id)
+    kept = None if conversation is None else await store.conversations.items(principal, conversation_id)
+    if conversation is None or kept is None:
+        raise NotFound(f"Conversation with id '{conversation_id[:128]}' not found.", "conversation")
+    if not kept and not own and not request.create.instructions:
+        raise InvalidValue("nothing to answer: the conversation, `input` and `instructions` are empty", "input")
+    last = conversation.last_response
+    chain = None if last is None else await store.chain(principal, last)
+    before = None if chain is None else chain[-1]
+    parent = before if conversation.version == conversation.told else None
+    seed = f"conversation:{conversation.id}".encode()
+    return Context(
+        _session_id(principal, seed),
+        parent,
+        kept + own,
+        own if parent is not None else kept + own,
+        *_tools(request, before),
+        follows=None if before is None or parent is not None else before.id,
+        conversation=InConversation(id=conversation.id, version=conversation.version, last_response=last, new_items=len(own)),
+    )
 
 
 async def _chain(principal: str, response_id: str, store: Store, local: LocalResponses) -> tuple[StoredResponse, ...] | None:
@@ -86,4 +125,8 @@ def _first_session(request: TurnRequest) -> str:
         )
         head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
         seed = msgspec.msgpack.encode((request.create.instructions, head))
-    return "ses_" + hashlib.sha256(request.principal.id.encode() + b"\0" + seed).hexdigest()[:30]
+    return _session_id(request.principal.id, seed)
+
+
+def _session_id(principal: str, seed: bytes) -> str:
+    return "ses_" + hashlib.sha256(principal.encode() + b"\0" + seed).hexdigest()[:30]

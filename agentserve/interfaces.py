@@ -147,14 +147,37 @@ class Text(Protocol):
 # ── storage ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A context that the server keeps. created_at: Unix seconds. last_response: the last turn of it.
+
+    version: counts edits. told: the version whose items last_response and those before it say, −1 for none.
+    """
+
+    id: str
+    created_at: float
+    metadata: dict[str, str]
+    last_response: str | None = None
+    version: int = 0
+    told: int = -1
+
+
+class InConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """The conversation that a turn extends, as it was when the turn began. new_items: how many of the turn's input are new."""
+
+    id: str
+    version: int
+    last_response: str | None
+    new_items: int
+
+
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One committed turn. body: the final `response` object as JSON. prompt_ids, generated_ids: little-endian uint32.
 
     input: items of this turn only (not of its parents). created_at, completed_at: Unix seconds.
     context_items: items of its whole context. own_tokens: prompt position behind the first user message; what shares less is
     another conversation. follows: the response whose context this one goes on from though it names no parent; the store
-    finds it. stream: how its events were cut (see replay.py). conversation: the id of the one that it extends, by the last
-    `new_items` of `input` and by `output`.
+    finds it. stream: how its events were cut (see replay.py). conversation: the id of the one that it
+    extended. in_conversation: what its turn saw of that when it began, for the commit.
     """
 
     id: str
@@ -179,7 +202,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     follows: str | None = None
     stream: bytes | None = None
     conversation: str | None = None
-    new_items: int = 0
+    in_conversation: InConversation | None = None
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,8 +218,31 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     lineage: tuple[str, ...] = ()
 
 
+class Conversations(Protocol):
+    """Conversations of principals. None or False: there is no such one, or it is another principal's."""
+
+    async def create(self, principal: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation: ...
+
+    async def get(self, principal: str, conversation_id: str) -> Conversation | None: ...
+
+    async def update(self, principal: str, conversation_id: str, metadata: dict[str, str]) -> Conversation | None: ...
+
+    async def delete(self, principal: str, conversation_id: str) -> bool: ...
+
+    async def items(self, principal: str, conversation_id: str) -> tuple[Item, ...] | None: ...
+
+    async def add(self, principal: str, conversation_id: str, items: Sequence[Item], most: int) -> tuple[Item, ...] | None:
+        """Append. most: items that the conversation may have then; InvalidValue if it would have more."""
+        ...
+
+    async def replace(self, principal: str, conversation_id: str, item_id: str, item: Item | None) -> bool: ...
+
+
 class Store(Protocol):
     """Durable sessions, responses and items. Every read is scoped to a principal; foreign ids are absent."""
+
+    @property
+    def conversations(self) -> Conversations: ...
 
     async def get(self, principal: str, response_id: str) -> StoredResponse | None: ...
 

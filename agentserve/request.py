@@ -22,12 +22,20 @@ from agentserve.interfaces import Principal
 from agentserve.protocol.decode import decode_input, decode_tools, options_of
 from agentserve.protocol.items import IgnoredTool, InputItem, Item, Tool
 from agentserve.protocol.machine import stream_id_of
-from agentserve.protocol.responses import EchoText, ReasoningConfig, ResponseBody, ResponseCreate, TextFormat, TurnOptions
+from agentserve.protocol.responses import (
+    ConversationName,
+    EchoText,
+    ReasoningConfig,
+    ResponseBody,
+    ResponseCreate,
+    TextFormat,
+    TurnOptions,
+    check_metadata,
+)
 from agentserve.protocol.tool_choice import ToolChoice, tool_choice
 from agentserve.worker.messages import Sampling
 
 SESSION_HEADERS = ("session-id", "x-claude-code-session-id")
-MAX_METADATA = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 4096
 """Every token is compared with every stop string, on the thread that computes."""
@@ -65,6 +73,11 @@ class TurnRequest:
     @property
     def store(self) -> bool:
         return self.create.store is not False
+
+    @property
+    def conversation(self) -> str | None:
+        named = self.create.conversation
+        return named.id if isinstance(named, ConversationName) else named
 
     @property
     def sealed_reasoning(self) -> bool:
@@ -113,6 +126,7 @@ class TurnRequest:
             created_at=self.created_at,
             status="in_progress",
             background=c.background is True,
+            conversation=None if self.conversation is None else ConversationName(self.conversation),
             instructions=c.instructions,
             max_output_tokens=c.max_output_tokens,
             metadata=c.metadata or {},
@@ -167,8 +181,7 @@ def _accept(
         options = msgspec.structs.replace(options, detach=True)
     tools, ignored, echo = decode_tools(create.tools)
     metadata = create.metadata or {}
-    if len(metadata) > MAX_METADATA:
-        raise InvalidValue(f"{len(metadata)} entries, at most {MAX_METADATA} are accepted", "metadata")
+    check_metadata(metadata)
     _check_stop(create.stop)
     wants_logprobs = bool(create.top_logprobs) or "message.output_text.logprobs" in (create.include or ())
     # A socket's headers belong to all of its turns, so that a key there would make every second turn a conflict.
@@ -196,8 +209,10 @@ def _accept(
 
 
 def _refuse_unsupported(create: ResponseCreate) -> None:
-    if create.conversation is not None:
-        raise UnsupportedValue("conversations are not supported; accepted: previous_response_id", "conversation")
+    if create.conversation is not None and create.previous_response_id is not None:
+        raise InvalidValue("a conversation knows its last response; accepted: one of the two", "previous_response_id")
+    if create.conversation is not None and create.store is False:
+        raise InvalidValue("a turn of a conversation is kept in it; accepted: store true", "store")
     if create.background and create.store is False:
         raise InvalidValue("a background response is looked up later, so it must be stored; accepted: store true", "background")
     if create.truncation not in (None, "disabled"):

@@ -22,6 +22,7 @@ from agentserve.compaction import compact
 from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
+from agentserve.conversations import ConversationsApi
 from agentserve.errors import ApiError, InvalidValue, MethodNotAllowed, NotFound, RateLimitExceeded, ServerError
 from agentserve.follow import follow, no_response
 from agentserve.heads import http_protocol
@@ -37,7 +38,7 @@ from agentserve.interfaces import StoredResponse
 from agentserve.metrics import CONTENT_TYPE
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
-from agentserve.protocol.items import Item
+from agentserve.protocol.items import ID_PREFIX, Item
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
 from agentserve.services import Services
 from agentserve.sessions import SessionsApi
@@ -45,15 +46,6 @@ from agentserve.turn import Turn
 from agentserve.websocket import DirectSocket
 
 log = logging.getLogger(__name__)
-
-_ID_PREFIX = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
@@ -213,6 +205,7 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
         Route("/", api.here, methods=["HEAD"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{id:path}", api.model, methods=["GET"]),
+        *ConversationsApi(api.services).routes(),
         *SessionsApi(api.services).routes(),
         Route("/healthz", api.healthz, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
@@ -314,5 +307,5 @@ def _with_id(item: Item, response_id: str, index: int) -> Item:
     """Items that the client sent without an id get one that stays the same."""
     if item.id is not None:
         return item
-    prefix = _ID_PREFIX[str(item.__struct_config__.tag)]
+    prefix = ID_PREFIX[str(item.__struct_config__.tag)]
     return msgspec.structs.replace(item, id=f"{prefix}_{response_id.removeprefix('resp_')}_{index}")

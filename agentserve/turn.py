@@ -280,18 +280,17 @@ class Turn:
 
     def _row(self, body: ResponseBody, rendered: Rendered, generated: np.ndarray) -> StoredResponse:
         request, parent = self.request, self.context.parent
-        inherited = request.tools is None and parent is not None
         return StoredResponse(
             id=request.id,
             principal=request.principal.id,
             session=self.context.session,
-            parent=request.create.previous_response_id,
+            parent=None if parent is None else parent.id,
             model=request.model,
             status=body.status,
             created_at=float(request.created_at),
             completed_at=time.time(),
             instructions=request.create.instructions,
-            tools=parent.tools if inherited and parent is not None else encode_body(request.tools_echo),
+            tools=self.context.inherited_tools or encode_body(request.tools_echo),
             input=self.context.own,
             output=body.output,
             body=encode_body(body),
@@ -301,6 +300,9 @@ class Turn:
             request_digest=request.digest if request.idempotency_key is not None else None,
             context_items=len(self.context.items),
             own_tokens=first_words(self.context.items, rendered),
+            follows=self.context.follows,
+            conversation=request.conversation,
+            in_conversation=self.context.conversation,
             stream=encode_cuts(self.events.cuts),
         )
 

@@ -218,8 +218,8 @@ def options_of(create: ResponseCreate, *, events_header: bool = False) -> TurnOp
 # ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode_input(raw: Raw, *, max_items: int) -> tuple[InputItem, ...]:
-    """`input`: text (empty is no item), or a list of items.
+def decode_input(raw: Raw, *, max_items: int, where: str = "input") -> tuple[InputItem, ...]:
+    """`input`: text (empty is no item), or a list of items. where: the field that it is.
 
     Raises InvalidValue, or UnsupportedValue for items this server cannot show a model.
     """
@@ -227,14 +227,14 @@ def decode_input(raw: Raw, *, max_items: int) -> tuple[InputItem, ...]:
     if head == b"n":
         return ()
     if head == b'"':
-        text = decode(raw, str, "input")
+        text = decode(raw, str, where)
         return (Message(role="user", content=(InputText(text),)),) if text else ()
     if head != b"[":
-        raise InvalidValue("Expected `str` or an array of items", "input")
-    raws = decode(raw, list[Raw], "input")
+        raise InvalidValue("Expected `str` or an array of items", where)
+    raws = decode(raw, list[Raw], where)
     if len(raws) > max_items:
-        raise InvalidValue(f"{len(raws)} items, at most {max_items} are accepted", "input")
-    return tuple(_item(one, f"input[{i}]") for i, one in enumerate(raws))
+        raise InvalidValue(f"{len(raws)} items, at most {max_items} are accepted", where)
+    return tuple(_item(one, f"{where}[{i}]") for i, one in enumerate(raws))
 
 
 def _item(raw: Raw, where: str) -> InputItem:

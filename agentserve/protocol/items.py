@@ -138,6 +138,16 @@ Item = Message | Reasoning | FunctionCall | CustomToolCall | FunctionCallOutput 
 InputItem = Item | Compaction
 OutputItem = Message | Reasoning | FunctionCall | CustomToolCall
 
+ID_PREFIX = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""How the ids of items begin, by type."""
+
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from agentserve.errors import InvalidValue
 from agentserve.protocol.items import Compaction, Message, OutputItem
 
 ABSENT = Raw(b"null")
@@ -60,6 +61,10 @@ class TextConfig(Struct, frozen=True, kw_only=True):
     verbosity: str | None = None
 
 
+class ConversationName(Struct, frozen=True):
+    id: str
+
+
 class ResponseCreate(Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/responses` and of the `response.create` frame. `stream` means nothing on a WebSocket.
 
@@ -73,7 +78,7 @@ class ResponseCreate(Struct, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
+    conversation: str | ConversationName | None = None
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = None
@@ -100,6 +105,24 @@ class ResponseCreate(Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     stop: str | list[str] | None = None
     agentserve: TurnOptions | None = None
+
+
+MAX_METADATA = 64
+MAX_METADATA_KEY = 256
+MAX_METADATA_VALUE = 16_384
+"""Characters. Metadata is echoed in every event about a response's life, so it must stay small."""
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises InvalidValue."""
+    if len(metadata) > MAX_METADATA:
+        raise InvalidValue(f"{len(metadata)} entries, at most {MAX_METADATA} are accepted", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY:
+            raise InvalidValue(f"a key of {len(key)} characters, at most {MAX_METADATA_KEY} are accepted", "metadata")
+        if len(value) > MAX_METADATA_VALUE:
+            what = f"{len(value)} characters, at most {MAX_METADATA_VALUE} are accepted"
+            raise InvalidValue(what, f"metadata.{key}")
 
 
 class InputTokens(Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"):
@@ -191,6 +214,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     status: str
     completed_at: int | None = None
     background: bool = False
+    conversation: ConversationName | None = None
     error: ErrorDetail | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None

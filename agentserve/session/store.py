@@ -24,6 +24,7 @@ from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.session import rows
 from agentserve.session.aliases import Aliases, forget_before, keys_of
+from agentserve.session.conversations import SqlConversations, append_turn
 from agentserve.session.database import connect, upgrade
 from agentserve.session.kept import Kept
 from agentserve.session.lineage import predecessor, shared_tokens
@@ -55,6 +56,7 @@ class SqlStore:
         self._responses: Kept[StoredResponse] = Kept(KEPT_RESPONSE_BYTES)
         self._contexts: Kept[tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
         self.aliases = Aliases(self._engine)
+        self.conversations = SqlConversations(self._read, self._write)
 
     async def open(self) -> None:
         """Bring the schema up to date if the configuration says so. Raises sqlalchemy.exc.SQLAlchemyError."""
@@ -83,7 +85,7 @@ class SqlStore:
             raise TurnFailure("server_error", message) from error
 
     def _commit(self, new: StoredResponse) -> None:
-        if new.parent is None and new.context_items:
+        if new.parent is None and new.follows is None and new.context_items:
             new = msgspec.structs.replace(new, follows=self._followed(new))
         base, depth, shared = None, 0, 0
         before = new.parent or new.follows
@@ -93,6 +95,7 @@ class SqlStore:
             base, depth = (before, known[1] + 1) if shared else (None, 0)
         with self._writer.begin() as connection:
             rows.add_response(connection, new, base, shared)
+            append_turn(connection, new)
             self.aliases.save(connection, new.id, new.generated_ids)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
-    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -98,8 +97,9 @@ conversations = Table(
     Column("created_at", Float(53), nullable=False),
     Column("metadata", LargeBinary, nullable=False),
     Column("last_response", String(128)),
-    # Since last_response was appended: its items are no longer what that response and those before it say.
-    Column("edited", Boolean, nullable=False),
+    # version counts edits; `told` is the one that last_response and those before it say, −1 for none.
+    Column("version", BigInteger, nullable=False),
+    Column("told", BigInteger, nullable=False),
 )
 
 conversation_items = Table(

@@ -26,7 +26,8 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float(53), nullable=False),
         sa.Column("metadata", sa.LargeBinary(), nullable=False),
         sa.Column("last_response", sa.String(128)),
-        sa.Column("edited", sa.Boolean(), nullable=False),
+        sa.Column("version", sa.BigInteger(), nullable=False),
+        sa.Column("told", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_conversations"),
     )
     op.create_index("ix_conversations_principal", "conversations", ["principal"])

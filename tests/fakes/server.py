@@ -35,8 +35,8 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
 class FakeServer:
     """url: `http://127.0.0.1:port`. loop: the server's event loop, in its own thread."""
 
-    def __init__(self, config: Config) -> None:
-        self.text, self.store, self.worker = FakeText(), FakeStore(), FakeWorker()
+    def __init__(self, config: Config, store: Any = None) -> None:
+        self.text, self.store, self.worker = FakeText(), store or FakeStore(), FakeWorker()
         self.threads = ThreadPoolExecutor(2)
         self.services = Services(config, self.text, self.store, self.worker, self.threads)
         tokens = Tokens([("default", TOKEN), ("other", OTHER_TOKEN)]) if config.server.auth == "token" else None
@@ -107,8 +107,9 @@ def config_for_tests(**sections: dict[str, Any]) -> Config:
 
 
 @contextlib.contextmanager
-def running(config: Config | None = None) -> Iterator[FakeServer]:
-    server = FakeServer(config or config_for_tests())
+def running(config: Config | None = None, store: Any = None) -> Iterator[FakeServer]:
+    """store: another than the fake one, open already."""
+    server = FakeServer(config or config_for_tests(), store)
     server.start()
     try:
         yield server

@@ -5,10 +5,21 @@ from __future__ import annotations
 from agentserve.interfaces import SessionRow, StoredResponse
 
 
+class NoConversations:
+    """There are none; those that there are have tests on a database."""
+
+    async def get(self, principal: str, conversation_id: str) -> None:
+        return None
+
+    async def items(self, principal: str, conversation_id: str) -> None:
+        return None
+
+
 class FakeStore:
     """committed: ids in the order of their commits. fail: raised by the next commits."""
 
     def __init__(self) -> None:
+        self.conversations = NoConversations()
         self.rows: dict[str, StoredResponse] = {}
         self.committed: list[str] = []
         self.fail: Exception | None = None
