@@ -1,6 +1,6 @@
 """Time to first token of a 64-token turn after a 4k-token context: state restored from a checkpoint, beside a cold prefill.
 
-    python -m benchmarks.restored_ttft [--context 4096] [--suffix 64] [--pairs 7] [--record]
+    python -m benchmarks.restored_ttft [--context 4096] [--suffix 64] [--pairs 7] [--threads 1 0] [--record]
 
 A real server with the embedded demo model, one WebSocket, nothing else running. Each pair asks the same turn twice: after
 its context was sent in an earlier turn (restored) and as one whole context that the server has never seen (cold: its first
@@ -60,16 +60,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=4096, help="tokens before the turn")
     parser.add_argument("--suffix", type=int, default=64, help="tokens of the turn itself")
-    parser.add_argument("--threads", type=int, default=1, help="of the model; 0 = all cores")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="of the model, one run for each; 0 = all cores")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each timed turn")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
     arguments = parser.parse_args()
+    for threads in arguments.threads:
+        measure(arguments, threads)
+
+
+def measure(arguments: argparse.Namespace, threads: int) -> None:
     rng = random.Random(1)
     ratios, restored_s, cold_s, reused, prompt = [], [], [], [], []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        private_server(Path(scratch), flags=("--threads", str(arguments.threads))) as server,
+        private_server(Path(scratch), flags=("--threads", str(threads))) as server,
     ):
         server.start()
         with AgentSocket(server.target) as socket:
@@ -98,7 +103,7 @@ def main() -> None:
             "context_tokens": arguments.context,
             "suffix_tokens": arguments.suffix,
             "pause_s": arguments.pause,
-            "threads": arguments.threads,
+            "threads": threads,
         },
         {
             "ratio": spread(ratios),

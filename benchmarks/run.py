@@ -16,6 +16,7 @@ BENCHMARKS = (
     "restored_ttft",
     "decode_vs_transformers",
     "peer_model",
+    "thread_scaling",
     "executor",
     "event_cost",
     "saved_states",

@@ -3,7 +3,8 @@
 // Whether helpers pay depends on what else the machine runs, and only a measurement tells: with busy cores a helper waits
 // for a time slice while the caller waits for it, and its spinning takes processor time from the caller. So the time of
 // every loop, relative to its estimate and by kind of loop, is kept for both modes. Helpers are used where they save a tenth
-// or more; the other mode is tried for one short window in 8 while the two are close, in 16 or 64 while they are not.
+// or more; the other mode is tried for one short window in 8 while the two are close, in 16 or 64 while they are not: at
+// three times the cost one window in 16 would lose an eighth of the time.
 #pragma once
 #include "pool.h"
 
@@ -26,9 +27,10 @@ class ParallelChoice {
   enum Mode { kAlone = 0, kParallel = 1 };
   static constexpr int kKinds = 64, kMinLoops = 4, kMaxLoops = 256;
   static constexpr double kWindowUs = 20000;
-  static constexpr int kTryClose = 8, kTryParallel = 16, kTryAlone = 64;
+  static constexpr int kTryClose = 8, kTryParallel = 16, kTrySeldom = 64;
   static constexpr double kWorth = 0.9, kClear = 0.85;  // parallel time over alone time
-  static constexpr double kNewest = 0.3;  // weight of the newest window
+  static constexpr double kBad = 1.4;                       // from here helpers are tried as seldom as the caller alone
+  static constexpr double kNewest = 0.3, kFaster = 0.6;     // weight of the newest window: none is fast by accident
 
   struct Entry {
     TaskFn kind = nullptr;
@@ -52,7 +54,7 @@ class ParallelChoice {
       double now = entry.wall / entry.estimate, &cost = entry.cost[mode_];
       // One long interruption must not decide for seconds: a window counts for at most half more than expected.
       if (cost > 0 && now > 1.5 * cost) now = 1.5 * cost;
-      cost = cost == 0 ? now : cost + kNewest * (now - cost);
+      cost = cost == 0 ? now : cost + (now < cost ? kFaster : kNewest) * (now - cost);
       if (entry.cost[1 - mode_] == 0)
         other_unknown = true;
       else
@@ -65,7 +67,8 @@ class ParallelChoice {
     if (total[kAlone] > 0) {
       double ratio = total[kParallel] / total[kAlone];
       best_ = ratio < kWorth ? kParallel : kAlone;
-      try_every_ = ratio < kClear ? kTryAlone : ratio < 1 / kClear ? kTryClose : kTryParallel;
+      bool clear = ratio < kClear || ratio > kBad;
+      try_every_ = clear ? kTrySeldom : ratio < 1 / kClear ? kTryClose : kTryParallel;
     }
     bool tried = mode_ != best_;
     if (other_unknown && !tried) {
