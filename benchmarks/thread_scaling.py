@@ -48,10 +48,8 @@ def token_bytes(config: dict[str, Any], spec: ModelSpec, context: int) -> int:
         config["head_dim"],
     )
     attention = 2 * hidden * heads * width + 2 * hidden * kv_heads * width
-    experts = (
-        config["num_experts_per_tok"] * 3 * hidden * config["moe_intermediate_size"]
-        + (config.get("num_experts") or config["num_local_experts"]) * hidden
-    )
+    router = (config.get("num_experts") or config["num_local_experts"]) * hidden
+    experts = config["num_experts_per_tok"] * 3 * hidden * config["moe_intermediate_size"]
     layers = config["num_hidden_layers"]
     cached = context * layers * 2 * kv_heads * width
     return (layers * (attention + router + experts) + config["vocab_size"] * hidden + cached) * spec.dtype.itemsize
