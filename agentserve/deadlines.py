@@ -1,7 +1,7 @@
-"""When will the first token come, and is the turn's deadline kept? Integers and pure functions; no clocks, no I/O.
+"""Is a turn's deadline kept? Integers and pure functions; no clocks, no I/O.
 
-The worker predicts with its own measured rates (`Rates`); the server follows one turn with a `DeadlineTracker` and sends
-`agentserve.deadline` whenever the status changes. Times are milliseconds since the turn was accepted, unless named otherwise.
+The worker predicts (worker/forecast.py); the server follows one turn with a `DeadlineTracker` and sends `agentserve.deadline`
+whenever the status changes. Times are milliseconds since the turn was accepted, unless named otherwise.
 """
 
 from __future__ import annotations
@@ -39,17 +39,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     restore_bytes_per_s: int = 1 << 30
 
 
-def predict_ttft_us(rates: Rates, *, queued_tokens: int, restore_bytes: int, suffix_tokens: int, decoding: int) -> int:
-    """Microseconds from now to the first token: queue + restore + suffix prefill + one decode step.
-
-    queued_tokens: prompt tokens that other turns will prefill first. suffix_tokens: own tokens after the restored ones; 0 if
-    the logits were saved too. decoding: turns that decode now; a first, simple form: each costs one decode step.
-    """
-    prefill_us = (queued_tokens + suffix_tokens) * 1_000_000 // max(1, rates.prefill_tokens_per_s)
-    restore_us = restore_bytes * 1_000_000 // max(1, rates.restore_bytes_per_s)
-    return restore_us + prefill_us + (1 + decoding) * rates.decode_step_us
-
-
 def blend(old: int, new: int, weight_permille: int = 300) -> int:
     """Exponential average that forgets; result ≥ 1. weight_permille: share of the new value."""
     return max(1, (old * (1000 - weight_permille) + new * weight_permille) // 1000)
@@ -67,6 +56,8 @@ class DeadlineTracker:
         self.deadline_ms = deadline_ms
         self.status: DeadlineStatus | None = None
         self.predicted_ttft_ms = 0
+        self.warned: bool | None = None
+        """Whether the first prediction was a warning; None before it."""
 
     @property
     def final(self) -> bool:
@@ -78,6 +69,8 @@ class DeadlineTracker:
             return None
         self.predicted_ttft_ms = elapsed_ms + max(0, remaining_ms)
         late = self.predicted_ttft_ms > self.deadline_ms
+        if self.warned is None:
+            self.warned = late
         return self._look(elapsed_ms, DeadlineStatus.AT_RISK if late else DeadlineStatus.ON_TRACK)
 
     def tick(self, elapsed_ms: int) -> DeadlineReport | None:

@@ -32,8 +32,24 @@ class Metrics:
 
         self._ttft = Histogram(
             "agentserve_ttft_seconds",
-            "Time from accepting a turn to its first generated token",
+            "Time from accepting a turn to its first generated token, by where its state came from",
+            ("tier",),
             buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._predicted = Histogram(
+            "agentserve_predicted_ttft_seconds", "The same as predicted at its start", buckets=TTFT_BUCKETS_S, registry=registry
+        )
+        self._error = Histogram(
+            "agentserve_ttft_error_ratio",
+            "Absolute error of the prediction over the TTFT",
+            buckets=(0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.7, 1, 2, 5),
+            registry=registry,
+        )
+        self._reuse = Histogram(
+            "agentserve_reuse_ratio",
+            "Restored share of a turn's prompt",
+            buckets=(0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1),
             registry=registry,
         )
         self._restore = Histogram(
@@ -41,6 +57,9 @@ class Metrics:
         )
         self._turns = counter("turns", "Turns by how they ended", ("outcome",))
         self._deadlines = counter("deadlines", "Turns by the final status of their deadline", ("status",))
+        self._warnings = counter(
+            "deadline_warnings", "Turns by what was said at their start and how it came", ("first", "status")
+        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by where their state came from", ("source",))
         self._output_tokens = counter("output_tokens", "Generated tokens")
         self._written_tokens = counter("checkpoint_tokens_written", "Tokens whose state was newly saved")
@@ -75,14 +94,21 @@ class Metrics:
         self._prompt_tokens.labels(source="prefilled").inc(max(0, frame.prompt_tokens - frame.reused_tokens))
         self._output_tokens.inc(frame.output_tokens)
         self._written_tokens.inc(frame.written_tokens)
+        if frame.prompt_tokens:
+            self._reuse.observe(frame.reused_tokens / frame.prompt_tokens)
         if frame.ttft_s is not None:
-            self._ttft.observe(frame.ttft_s)
+            self._ttft.labels(tier=frame.tier or "none").observe(frame.ttft_s)
+            if frame.predicted_ttft_s is not None:
+                self._predicted.observe(frame.predicted_ttft_s)
+                self._error.observe(abs(frame.predicted_ttft_s - frame.ttft_s) / max(frame.ttft_s, 1e-6))
         if frame.reused_tokens:
             self._restore.observe(frame.restore_s)
 
-    def deadline(self, status: DeadlineStatus) -> None:
-        """The final status of one turn (met or missed)."""
+    def deadline(self, status: DeadlineStatus, warned: bool | None = None) -> None:
+        """The final status of one turn (met or missed). warned: whether its first prediction was late; None without one."""
         self._deadlines.labels(status=status.value).inc()
+        if warned is not None:
+            self._warnings.labels(first="at_risk" if warned else "on_track", status=status.value).inc()
 
     def active_responses(self, count: int) -> None:
         self._active.set(count)

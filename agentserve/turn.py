@@ -322,8 +322,8 @@ class Turn:
             session=self.context.session,
             sampling=request.sampling(services.config, room),
             accepted_at=request.accepted_at,
-            deadline_s=None if asked_ms is None else asked_ms / 1000,
-            on_miss=request.options.on_miss,
+            deadline_s=self._deadline.deadline_ms / 1000,
+            on_miss="continue" if asked_ms is None else request.options.on_miss,
             priority=request.options.priority,
             generate=request.generate,
             grammar=rendered.grammar,
@@ -384,7 +384,7 @@ class Turn:
         if not self._deadline.final:
             self._report_deadline(self._deadline.ended(self._elapsed_ms()))
         if self._deadline.status is not None:
-            metrics.deadline(self._deadline.status)
+            metrics.deadline(self._deadline.status, self._deadline.warned)
 
     def _report_deadline(self, report: DeadlineReport | None) -> None:
         if report is not None and self.request.options.events:

@@ -14,13 +14,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentserve import logs
 from agentserve.session.database import upgrade
 from agentserve.text.tokenizer import Tokenizer
+from agentserve.worker.forecast import Forecast, learned_file, load_learned, save_learned
 from agentserve.worker.grammars import Grammars
 from agentserve.worker.messages import (
     PROTOCOL_VERSION,
@@ -43,9 +45,13 @@ from agentserve.worker.state_bridge import StateBridge, namespace_of
 from agentserve.worker.turn_loop import TurnLoop
 from statecache.durable import DiskSettings, SavedStates, open_states
 
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
 log = logging.getLogger("agentserve.worker")
 REPORT_S = 1.0
 """Between load reports while there is work; an idle worker says nothing."""
+KEEP_S = 60.0
 DRAIN_FLUSH_S = 4.0
 """For writing saved states at the end; the supervisor kills after five seconds."""
 COMPILING_POLL_S = 0.25
@@ -59,11 +65,20 @@ PASSES_THAT_MAY_FAIL = 3
 class Worker:
     """One loop over pipe and engine. `drain` may be called from a signal handler."""
 
-    def __init__(self, pipe: WorkerPipe, engine: EnginePort, turns: TurnLoop, bridge: StateBridge) -> None:
+    def __init__(
+        self,
+        pipe: WorkerPipe,
+        engine: EnginePort,
+        turns: TurnLoop,
+        bridge: StateBridge,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
+        """keep(): called every KEEP_S while there is work, to write down what was learned."""
         self._pipe = pipe
         self._engine = engine
         self._turns = turns
         self._bridge = bridge
+        self._keep = keep
         self._draining = False
         self._report_now = False
         self._failed_passes = 0
@@ -79,6 +94,7 @@ class Worker:
     def run(self) -> None:
         """Serve until drained. Raises PipeClosed when the server is gone."""
         report_at = 0.0
+        keep_at = time.monotonic() + KEEP_S
         while not (self._draining and self._turns.running == 0):
             idle_s = COMPILING_POLL_S if self._turns.compiling else None
             for frame in self._pipe.receive(0.0 if self._engine.has_work else idle_s):
@@ -92,6 +108,9 @@ class Worker:
                 self._turns.tick()
                 self._pipe.send(self._turns.load())
                 report_at = now + REPORT_S
+                if now >= keep_at:
+                    self._keep()
+                    keep_at = now + KEEP_S
             self._pipe.flush()
 
     def _step(self) -> bool:
@@ -204,13 +223,18 @@ def token_table(settings: WorkerSettings, vocab_size: int) -> Sequence[bytes]:
     return [tokenizer.token_bytes(token) for token in range(vocab_size)]
 
 
-def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> int:
-    """Load and run. Returns the exit status."""
+def serve(
+    pipe: WorkerPipe,
+    wake: socket.socket,
+    settings: WorkerSettings,
+    load: Callable[[WorkerSettings, WorkerPipe], Engine] | None = None,
+) -> int:
+    """Load and run. Returns the exit status. load: makes the engine, instead of `load_engine`."""
     from engine.errors import CheckpointError, EngineError, InvalidRequest, Unsupported
 
     started = time.monotonic()
     try:
-        engine = load_engine(settings, pipe)
+        engine = (load or load_engine)(settings, pipe)
         states = load_states(settings, engine, pipe)
     except (CheckpointError, Unsupported, InvalidRequest) as error:
         return _refuse(pipe, str(error), permanent=True)
@@ -232,6 +256,10 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     )
     pipe.flush()
     log.info("worker ready model=%s backend=%s load_s=%.1f", settings.model_name, info.backend, time.monotonic() - started)
+    learned_at = learned_file(Path(settings.state_dir), states.cache.namespace, settings.threads)
+    learned = load_learned(learned_at)
+    if learned is not None:
+        engine.scheduler.pace.recall(learned.pace)
     bridge = StateBridge(engine, states.cache, states.want)
     grammars = Grammars(lambda: load_tokenizer(settings), info.vocab_size, lambda: _wake(wake))
     turns = TurnLoop(
@@ -241,8 +269,13 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
         flush=pipe.flush,
         token_bytes=lambda: token_table(settings, info.vocab_size),
         grammars=grammars,
+        forecast=Forecast(engine.config.chunk_tokens, learned),
     )
-    worker = Worker(pipe, engine, turns, bridge)
+
+    def keep() -> None:
+        save_learned(learned_at, turns.forecast.learned())
+
+    worker = Worker(pipe, engine, turns, bridge, keep)
 
     def on_terminate(_signal: int, _frame: object) -> None:
         worker.drain()
@@ -257,9 +290,11 @@ def serve(pipe: WorkerPipe, wake: socket.socket, settings: WorkerSettings) -> in
     try:
         worker.run()
     except PipeClosed:
+        keep()
         grammars.close()
         states.close(CRASH_FLUSH_S, everything=False)
         raise
+    keep()
     grammars.close()
     states.close(DRAIN_FLUSH_S)
     return 0

@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -49,8 +49,8 @@ class StartTurn(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     ids: little-endian uint32 token ids of the whole prompt. cuts: prompt boundaries, rising positions.
     salt: isolation digest of the principal. session: id for pins, lists and metrics only, never for matching.
     generate False: prefill, checkpoint, finish with zero tokens.
-    accepted_at: when the turn was accepted. deadline_s: seconds from accepted_at
-    to the first token, None = default, reported only.
+    accepted_at: when the turn was accepted. deadline_s: seconds from accepted_at to the first token, None = default; turns are
+    ordered by it. priority: a higher one goes first among equally pressing ones.
     on_miss "fail": end the turn as failed (`deadline_exceeded`) when the deadline passes before the first token; what was
     prefilled is kept as a checkpoint.
     grammar: what the answer must be, in llguidance's notation; "" = anything.
@@ -188,7 +188,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
 
 
 class TurnFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """reason: stop (end token), stop_string, length, cancelled. reused: tokens restored. written: tokens newly checkpointed."""
+    """reason: stop (end token), stop_string, length, cancelled. reused: tokens restored, tier: from where. written: tokens
+    newly checkpointed. predicted_ttft_s: as predicted when the engine took the turn; None if it never did."""
 
     turn_id: str
     reason: Literal["stop", "stop_string", "length", "cancelled"]
@@ -201,6 +202,8 @@ class TurnFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     prefill_s: float
     ttft_s: float | None
     decode_s: float
+    tier: str | None = None
+    predicted_ttft_s: float | None = None
 
 
 class TurnFailed(msgspec.Struct, frozen=True, tag="failed"):

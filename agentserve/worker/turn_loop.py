@@ -14,7 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from agentserve.deadlines import predict_ttft_us
+from agentserve.worker.forecast import Forecast, due_us, share
 from agentserve.worker.grammars import COMPILE_S, GrammarMask, GrammarRefused, Grammars
 from agentserve.worker.measure import Measure
 from agentserve.worker.messages import (
@@ -42,8 +42,8 @@ class TurnLoop:
     """All turns of one worker.
 
     send(frame): takes a frame for the server. flush(): sends on what it took, called where work follows that no frame should
-    wait for. token_bytes(): bytes of every token id, asked for once, at the first turn with
-    stop strings. grammars: compiles those of turns; None refuses such turns.
+    wait for. token_bytes(): bytes of every token id, asked for once, at the first turn with stop strings. grammars: compiles
+    those of turns; None refuses such turns. forecast: what is known of this machine's speed.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class TurnLoop:
         flush: Callable[[], None] = lambda: None,
         token_bytes: Callable[[], Sequence[bytes]] | None = None,
         grammars: Grammars | None = None,
+        forecast: Forecast | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -65,7 +66,9 @@ class TurnLoop:
         self._grammars = grammars
         self._clock = clock
         self._measure = Measure()
+        self.forecast = forecast or Forecast()
         bridge.worth = self._measure.worth_restoring
+        self._step_began_at = 0.0
         self._turns: dict[str, TurnRecord] = {}
         self._held: dict[str, tuple[str, int]] = {}
         """Turns that wait for another one's checkpoint: (that turn, its position)."""
@@ -190,6 +193,8 @@ class TurnLoop:
         """Advance the engine by one step and tell what happened. Returns whether a turn ended."""
         self._enforce_deadlines()
         before = len(self._turns)
+        began_at = self._step_began_at = self._clock()
+        computed = {turn.id: turn.processed for turn in self._turns.values() if turn.first_token_at is None}
         events = self._engine.step()
         # Tokens first: they need not wait for copies (2 ms behind 4,000 tokens), and a token that ends the turn gives the state
         # held just before it, in the same step, its better name.
@@ -208,6 +213,8 @@ class TurnLoop:
                 self._on_cut(event, spoiled)
             elif isinstance(event, Finished):
                 self._on_finished(event)
+        # Copies of states included: they stand between one step and the next.
+        self.forecast.stepped(computed, self._turns, events, round((self._clock() - began_at) * 1e6))
         self._release_held()
         return len(self._turns) < before
 
@@ -231,6 +238,9 @@ class TurnLoop:
             "decode_tokens": stats.decode_tokens,
             "slot_hits": stats.slot_hits,
             "slot_misses": stats.slot_misses,
+            "preemptions": stats.preemptions,
+            "pauses": stats.pauses,
+            "forecast_error_permille": self.forecast.error_permille,
         }
         return Load(
             running=stats.running,
@@ -283,7 +293,13 @@ class TurnLoop:
         if snapshot is not None:
             turn.reused = turn.processed = snapshot.position
             turn.restore_s = self._clock() - began_at
-            self._measure.restored(_bytes_of(snapshot), turn.restore_s, found.tier)
+            turn.restore_bytes, turn.tier = _bytes_of(snapshot), found.tier
+            self._measure.restored(turn.restore_bytes, turn.restore_s, found.tier)
+        now = self._clock()
+        turn.begun_us = round(now * 1e6)
+        turn.predicted_us, turn.uncorrected_us, turn.beside = self.forecast.remaining_us(
+            turn, list(self._turns.values()), turn.begun_us
+        )
         self._send(self._matched(turn, found))
 
     def _submit(self, turn: TurnRecord, snapshot: StateSnapshot | None) -> None:
@@ -296,6 +312,9 @@ class TurnLoop:
                 restore=snapshot,
                 cuts=self._bridge.plan_cuts(turn, after),
                 mask=turn.mask,
+                due_us=due_us(turn),
+                priority=turn.start.priority,
+                share=share(turn),
             )
         )
 
@@ -324,7 +343,7 @@ class TurnLoop:
             kind=found.kind,
             divergence=found.divergence,
             cause=found.cause,
-            predicted_ttft_s=self._predict_us(turn) / 1e6,
+            predicted_ttft_s=(turn.predicted_us or 0) / 1e6,
         )
 
     # ── events of the engine ─────────────────────────────────────────────────────────────────────────────────────
@@ -333,7 +352,10 @@ class TurnLoop:
         turn = self._turns.get(turn_id)
         if turn is None or turn.cancelled:
             return
-        turn.token_came(self._clock())
+        now = self._clock()
+        if turn.first_token_at is None:
+            self.forecast.first_token(turn, round(now * 1e6))
+        turn.token_came(now)
         self._send(turn.tokens_frame(events))
         for event in events:
             turn.generated.append(event.token_id)
@@ -342,6 +364,8 @@ class TurnLoop:
     def _on_progress(self, event: PrefillProgress) -> None:
         turn = self._turns.get(event.request_id)
         if turn is not None:
+            if turn.admitted_at is None:
+                turn.loading_us = max(0, round(self._step_began_at * 1e6) - turn.begun_us)
             turn.prefilled(event.processed, self._clock())
             self._tell_progress(turn, 0)
 
@@ -377,7 +401,7 @@ class TurnLoop:
 
     def _cancel(self, turn: TurnRecord) -> None:
         turn.cancelled = True
-        if self._held.pop(turn.id, None) is not None or self._compiling.pop(turn.id, None) is not None:
+        if self._held.pop(turn.id, None) is not None or self._stop_compiling(turn.id):
             self._drop(turn)
             self._send(turn.last_frame("cancelled", None, self._clock()))
             return
@@ -386,6 +410,11 @@ class TurnLoop:
             self._engine.cancel(turn.id, hold=True)
         except EngineError as error:
             self._fail(turn, "server_error", f"the turn could not be cancelled: {error}")
+
+    def _stop_compiling(self, turn_id: str) -> bool:
+        """Whether it waited for its grammar. One that is being compiled already goes on to its limits."""
+        future = self._compiling.pop(turn_id, None)
+        return future is not None and (future.cancel() or True)
 
     def _fail(self, turn: TurnRecord, code: str, message: str, param: str | None = None) -> None:
         """End a turn that the engine does not run."""
@@ -404,15 +433,8 @@ class TurnLoop:
         return [t for t in self._turns.values() if t.first_token_at is None]
 
     def _predict_us(self, turn: TurnRecord) -> int:
-        """From now to this turn's first token. Its restore is over by then or never happens."""
-        ahead = 0
-        for other in self._waiting():
-            if other is turn:
-                break
-            ahead += other.unprefilled
-        decoding = sum(t.first_token_at is not None for t in self._turns.values())
-        rates = self._measure.rates
-        return predict_ttft_us(rates, queued_tokens=ahead, restore_bytes=0, suffix_tokens=turn.unprefilled, decoding=decoding)
+        """From now to this turn's first token."""
+        return self.forecast.remaining_us(turn, list(self._turns.values()), round(self._clock() * 1e6))[0]
 
     def _tell_progress(self, turn: TurnRecord, ahead: int) -> None:
         turn.told_at = self._clock()

@@ -33,6 +33,8 @@ class TurnRecord:
     ids: uint32 [n], the prompt. reused: tokens restored. processed: prompt tokens in the state. expected: tokens that another
     turn is computing for it. written: tokens newly saved.
     mask: limits the answer, once its grammar is compiled.
+    begun_us: when the engine took it. predicted_us: to its first token from then, as predicted then; uncorrected_us, beside:
+    see forecast.py. restore_bytes, tier: of the restored state. loading_us: until its first step, what it took to restore that.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
     """
 
@@ -52,6 +54,13 @@ class TurnRecord:
         self.restore_s = 0.0
         self.cancelled = False
         self.mask: TokenMask | None = None
+        self.begun_us = 0
+        self.predicted_us: int | None = None
+        self.uncorrected_us = 0
+        self.beside = False
+        self.restore_bytes = 0
+        self.loading_us = 0
+        self.tier: str | None = None
         self.failure: TurnFailed | None = None
 
     @property
@@ -68,6 +77,11 @@ class TurnRecord:
     @property
     def unprefilled(self) -> int:
         return 0 if self.first_token_at is not None else max(0, len(self.ids) - max(self.processed, self.expected))
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """TTFT as predicted when the engine took the turn, from acceptance on; None if it never did."""
+        return None if self.predicted_us is None else (self.begun_us + self.predicted_us) / 1e6 - self.start.accepted_at
 
     def lateness(self, now: float) -> str:
         late_ms = round((now - self.start.accepted_at) * 1000)
@@ -136,4 +150,6 @@ class TurnRecord:
             prefill_s=max(0.0, prefilled - admitted),
             ttft_s=None if first is None else first - self.start.accepted_at,
             decode_s=0.0 if first is None else now - first,
+            tier=self.tier,
+            predicted_ttft_s=self.predicted_ttft_s,
         )

@@ -16,9 +16,10 @@ _SCALE = np.array((1.0, 1.0, 1 << 12, KNEE, 1 << 9, 1 << 20))
 """Of the features: the step itself, rows, their context, tokens up to the knee, tokens, pairs."""
 _GUESS = np.array((5_000.0, 5_000.0, 0.0, 16_000.0, 512_000.0, 100_000.0))
 _FORGET = 0.98
-_PRIOR = 0.001
+_PRIOR = 0.0001
 """Weight of what was known before, against the steps: enough to decide what they say nothing about, and no more."""
 _OUTLIER = 4.0
+_SOLVE_EVERY = 8
 _TRUSTED = 16
 """Steps after which one that is far off counts as an interruption of the machine, and is only let in in part."""
 
@@ -52,7 +53,7 @@ class Pace:
         size = len(_SCALE)
         self._a = np.zeros((2, size, size))
         self._b = np.zeros((2, size))
-        self._stale = False
+        self._unsolved = 0
 
     @property
     def seen(self) -> int:
@@ -73,7 +74,7 @@ class Pace:
         self._b[kind] *= _FORGET
         self._b[kind] += x
         self._seen[kind] += 1
-        self._stale = True
+        self._unsolved += 1
 
     def step_us(self, work: Work) -> int:
         """What such a step is expected to take."""
@@ -92,7 +93,7 @@ class Pace:
 
     def known(self) -> list[int]:
         """What was learned, as integers to keep: six weights in ns, then steps seen without and with prefill."""
-        if self._stale:
+        if self._unsolved:
             self._solve()
         return [*(round(float(w) * 1000) for w in self._weights), *self._seen]
 
@@ -104,13 +105,14 @@ class Pace:
         self._seen = list(known[len(_SCALE) :])
 
     def _cost(self, x: np.ndarray) -> float:
-        if self._stale:
+        # Solving takes as long as ten predictions, and one step among many changes little.
+        if self._unsolved >= _SOLVE_EVERY or (self._unsolved and sum(self._seen) <= _TRUSTED):
             self._solve()
         return float(x @ self._weights)
 
     def _solve(self) -> None:
         """Ridge towards the weights before; what would be negative is zero."""
-        self._stale = False
+        self._unsolved = 0
         a, b = self._a.sum(0), self._b.sum(0)
         ridge = _PRIOR * max(float(np.trace(a)) / len(a), 1e-30)
         keep = np.arange(len(a))

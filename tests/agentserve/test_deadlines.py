@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentserve.deadlines import DeadlineStatus, DeadlineTracker, Rates, blend, predict_ttft_us
+from agentserve.deadlines import DeadlineStatus, DeadlineTracker, blend
 
 ON_TRACK, AT_RISK, MET, MISSED = DeadlineStatus.ON_TRACK, DeadlineStatus.AT_RISK, DeadlineStatus.MET, DeadlineStatus.MISSED
 
@@ -58,25 +58,12 @@ def test_exactly_one_final_status_and_none_after_it(steps: list[tuple[str, int, 
     assert all(a is not b for a, b in pairwise(told))
 
 
-sizes = st.integers(0, 1_000_000)
-
-
-@given(sizes, sizes, sizes, st.integers(0, 16))
-def test_more_work_never_predicts_an_earlier_token(queued: int, restore: int, suffix: int, decoding: int) -> None:
-    rates = Rates()
-
-    def predict(q: int, r: int, s: int, d: int) -> int:
-        return predict_ttft_us(rates, queued_tokens=q, restore_bytes=r, suffix_tokens=s, decoding=d)
-
-    base = predict(queued, restore, suffix, decoding)
-    for more in ((1000, 0, 0, 0), (0, 1 << 30, 0, 0), (0, 0, 1000, 0), (0, 0, 0, 1)):
-        assert predict(queued + more[0], restore + more[1], suffix + more[2], decoding + more[3]) > base
-
-
-def test_prediction_is_the_sum_of_its_parts() -> None:
-    rates = Rates(prefill_tokens_per_s=1000, decode_step_us=10_000, restore_bytes_per_s=1_000_000)
-    us = predict_ttft_us(rates, queued_tokens=500, restore_bytes=250_000, suffix_tokens=64, decoding=0)
-    assert us == 500_000 + 250_000 + 64_000 + 10_000
+def test_whether_the_first_prediction_warned_is_remembered() -> None:
+    tracker = DeadlineTracker(1000)
+    assert tracker.warned is None
+    tracker.predicted(10, 1500)
+    tracker.predicted(20, 100)
+    assert tracker.warned is True
 
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9))

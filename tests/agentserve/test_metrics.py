@@ -18,6 +18,8 @@ FINISHED = TurnFinished(
     prefill_s=0.1,
     ttft_s=0.2,
     decode_s=0.5,
+    tier="ram",
+    predicted_ttft_s=0.23,
 )
 LOAD = Load(
     running=2,
@@ -39,6 +41,7 @@ def test_turns_deadlines_and_load_appear_with_their_values() -> None:
     metrics.turn_ended(FINISHED)
     metrics.turn_ended(TurnFailed("u", "deadline_exceeded", "late"))
     metrics.deadline(DeadlineStatus.MET)
+    metrics.deadline(DeadlineStatus.MISSED, warned=True)
     metrics.socket_opened()
     metrics.socket_opened()
     metrics.socket_closed()
@@ -46,10 +49,16 @@ def test_turns_deadlines_and_load_appear_with_their_values() -> None:
     metrics.watch_worker(lambda: True, lambda: 2)
     lines = metrics.render().decode().splitlines()
     for line in (
-        "agentserve_ttft_seconds_count 1.0",
+        'agentserve_ttft_seconds_count{tier="ram"} 1.0',
         'agentserve_prompt_tokens_total{source="restored"} 60.0',
         'agentserve_prompt_tokens_total{source="prefilled"} 40.0',
         "agentserve_output_tokens_total 7.0",
+        "agentserve_predicted_ttft_seconds_count 1.0",
+        'agentserve_ttft_error_ratio_bucket{le="0.1"} 0.0',
+        'agentserve_ttft_error_ratio_bucket{le="0.15"} 1.0',
+        'agentserve_reuse_ratio_bucket{le="0.5"} 0.0',
+        'agentserve_reuse_ratio_bucket{le="0.75"} 1.0',
+        'agentserve_deadline_warnings_total{first="at_risk",status="missed"} 1.0',
         'agentserve_turns_total{outcome="deadline_exceeded"} 1.0',
         'agentserve_deadlines_total{status="met"} 1.0',
         "agentserve_open_sockets 1.0",

@@ -226,7 +226,8 @@ def test_our_events_come_only_to_a_client_that_asked(server: FakeServer, socket:
         assert ours[-1]["status"] == "met"
         assert final["usage"]["input_tokens_details"]["cached_tokens"] == 2
     assert server.worker.starts[1].deadline_s == 5.0
-    assert server.worker.starts[2].deadline_s is None
+    assert server.worker.starts[2].deadline_s == 30.0, "the default, for the order of turns"
+    assert server.worker.starts[2].on_miss == "continue"
 
 
 def test_a_header_of_the_upgrade_asks_for_our_events_on_every_turn(server: FakeServer) -> None:

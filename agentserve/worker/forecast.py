@@ -1,0 +1,184 @@
+"""When a turn's first token will come: what goes before it, its restore, its suffix, its first step. Learned while turns run.
+
+What steps cost is learned by engine.scheduler.pace from the loop's own clock, copies of states included; how far predictions
+are off on average corrects the next ones, apart for turns that begin alone and for those that do not. Times are µs.
+`Learned` keeps it all for the next process, since a restart should not predict blindly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from agentserve.deadlines import DEFAULT_DEADLINE_MS, blend
+from agentserve.worker.turns import TurnRecord
+from engine.scheduler.order import Claim, order
+from engine.scheduler.pace import Pace, Work, pairs
+from engine.types import EngineEvent, PrefillProgress, TokenEvent
+
+log = logging.getLogger(__name__)
+EVEN = 1000
+"""Permille: predictions are right on average."""
+LEAST, MOST = 250, 4000
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """pace: as Pace.known() gives it. correction: permille, for turns that begin alone and beside others. load_ps_per_byte: of
+    restores between steps."""
+
+    pace: tuple[int, ...] = ()
+    correction: tuple[int, int] = (EVEN, EVEN)
+    load_ps_per_byte: int = 0
+
+
+class Forecast:
+    """Predictions for one engine.
+
+    chunk: prompt tokens per step. turns: how many first tokens were compared with what was predicted.
+    """
+
+    def __init__(self, chunk: int = 512, learned: Learned | None = None) -> None:
+        self._chunk = chunk
+        self._pace = Pace()
+        self._correction = [EVEN, EVEN]
+        self._load_ps = 0
+        self.turns = 0
+        self.error_permille = 0
+        """Absolute error of predictions at acceptance over what it was, averaged over about the last twenty turns."""
+        if learned is not None:
+            self._recall(learned)
+
+    def _recall(self, learned: Learned) -> None:
+        self._pace.recall(learned.pace)
+        self._correction = [min(MOST, max(LEAST, permille)) for permille in learned.correction]
+        self._load_ps = learned.load_ps_per_byte
+
+    def learned(self) -> Learned:
+        return Learned(
+            pace=tuple(self._pace.known()),
+            correction=(self._correction[0], self._correction[1]),
+            load_ps_per_byte=self._load_ps,
+        )
+
+    # ── what happened ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stepped(self, before: dict[str, int], turns: dict[str, TurnRecord], events: Iterable[EngineEvent], us: int) -> None:
+        """A step took `us`. before: prompt tokens that each turn had in its state, of those that had no first token."""
+        rows = context = prefill = back = 0
+        for event in events:
+            if isinstance(event, PrefillProgress):
+                start = before.get(event.request_id, event.processed)
+                prefill += event.processed - start
+                back += pairs(start, event.processed)
+            elif isinstance(event, TokenEvent) and event.index > 0:
+                rows += 1
+                turn = turns.get(event.request_id)
+                context += len(turn.ids) + event.index if turn is not None else 0
+        self._pace.observe(Work(rows, context, prefill, back), us)
+
+    def first_token(self, turn: TurnRecord, now_us: int) -> None:
+        """Compare what was predicted when the turn began with what came."""
+        if turn.predicted_us is None:
+            return
+        actual = max(1, now_us - turn.begun_us)
+        base = max(1, turn.uncorrected_us)
+        which = int(turn.beside)
+        ratio = min(MOST, max(LEAST, actual * 1000 // base))
+        self._correction[which] = blend(self._correction[which], ratio, 100)
+        error = min(10_000, abs(turn.predicted_us - actual) * 1000 // actual)
+        self.turns += 1
+        self.error_permille = error if self.turns == 1 else (self.error_permille * 19 + error) // 20
+        if turn.restore_bytes and not turn.beside:
+            self._load_ps = blend(max(1, self._load_ps), turn.loading_us * 1_000_000 // turn.restore_bytes, 200)
+
+    # ── what will happen ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, turn: TurnRecord, serial: int) -> Claim:
+        """As the engine will see it."""
+        cost = self._pace.prefill_us(turn.processed, turn.unprefilled, self._chunk)
+        return Claim(due_us(turn), cost, share(turn), turn.start.priority, serial)
+
+    def remaining_us(self, turn: TurnRecord, turns: Sequence[TurnRecord], now_us: int) -> tuple[int, int, bool]:
+        """(µs from now to the turn's first token, the same before it is corrected, whether others run or wait).
+
+        turns: all, in order of arrival, this one among them.
+        """
+        waiting = [t for t in turns if t.first_token_at is None and not t.cancelled]
+        decoding = [t for t in turns if t.first_token_at is not None]
+        rows, context = len(decoding), sum(len(t.ids) + len(t.generated) for t in decoding)
+        us = 0
+        for index in order([self.claim(t, i) for i, t in enumerate(waiting)], now_us):
+            other = waiting[index]
+            if other is turn:
+                break
+            us += self._pace.prefill_us(other.processed, other.unprefilled, self._chunk, rows, context)
+        if turn.processed == turn.reused:
+            us += turn.restore_bytes * self._load_ps // 1_000_000
+        if turn.unprefilled:
+            us += self._pace.prefill_us(turn.processed, turn.unprefilled, self._chunk, rows, context)
+        elif rows:
+            us += self._pace.step_us(Work(rows, context))
+        beside = len(waiting) > 1 or rows > 0
+        return us * self._correction[int(beside)] // 1000, us, beside
+
+
+def due_us(turn: TurnRecord) -> int:
+    """The turn's deadline on the clock that both processes share."""
+    deadline_s = turn.start.deadline_s
+    if deadline_s is None:
+        deadline_s = DEFAULT_DEADLINE_MS / 1000
+    return round((turn.start.accepted_at + deadline_s) * 1e6)
+
+
+def share(turn: TurnRecord) -> str:
+    """Who a turn is counted to: its session, so that an agent's many lanes and sub-agents have together what one has alone."""
+    return f"{turn.start.salt.hex()}/{turn.start.session}"
+
+
+# ── kept over restarts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def learned_file(state_dir: Path, namespace: bytes, threads: int) -> Path:
+    """Where it is kept for one model on one machine: another processor, or another number of threads, begins anew."""
+    machine = f"{platform.machine()} {platform.processor()} {_cpu()} {os.cpu_count()} {threads}"
+    name = hashlib.sha256(namespace + machine.encode()).hexdigest()[:24]
+    return state_dir / "pace" / f"{name}.json"
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return ""
+
+
+def load_learned(path: Path) -> Learned | None:
+    """None if there is nothing, or nothing that can be used: it is only ever a better beginning."""
+    try:
+        learned = msgspec.json.decode(path.read_bytes(), type=Learned)
+        Pace().recall(learned.pace)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        log.warning("learned pace not used error=%s", error)
+        return None
+    return learned
+
+
+def save_learned(path: Path, learned: Learned) -> None:
+    """Written beside and renamed; a full disk costs nothing but the next beginning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        beside.write_bytes(msgspec.json.encode(learned))
+        beside.replace(path)
+    except OSError as error:
+        log.warning("learned pace not kept error=%s", error)
