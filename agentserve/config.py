@@ -59,6 +59,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     frame_bytes: of one message or body. items: in one `input`. connections: sockets in all, and of one principal.
     lanes: named streams of one connection. waiting_turns: queued behind others on one connection.
     buffer_bytes, buffer_events: unsent events of one connection. slow_s: how long that buffer may stay full.
+    connection_s: age at which a socket is closed after its turns, 0 = none.
     """
 
     frame_bytes: Count = 64 << 20
@@ -70,6 +71,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     buffer_bytes: Count = 8 << 20
     buffer_events: Count = 1024
     slow_s: Seconds = 30.0
+    connection_s: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
 def _memory_share() -> int:

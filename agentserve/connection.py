@@ -14,23 +14,33 @@ from dataclasses import dataclass
 from msgspec import UNSET, Struct, UnsetType
 
 from agentserve.context import LocalResponses
-from agentserve.errors import ApiError, InvalidStreamId, InvalidValue, NotFound, RateLimitExceeded, ServerError
+from agentserve.errors import (
+    ApiError,
+    ConnectionLimitReached,
+    InvalidStreamId,
+    InvalidValue,
+    NotFound,
+    RateLimitExceeded,
+    ServerError,
+)
 from agentserve.follow import follow
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
 from agentserve.protocol.codec import encode, error_frame
 from agentserve.protocol.decode import decode_frame, peek
 from agentserve.protocol.machine import Lanes, stream_id_of
-from agentserve.protocol.responses import FollowFrame, ResponseCancel, ResponseCreate, ResponseSteer
-from agentserve.protocol.server_events import Event, SteerEcho, SteerError, SteerFailed
+from agentserve.protocol.responses import FollowFrame, ResponseBody, ResponseCancel, ResponseCreate, ResponseSteer
+from agentserve.protocol.server_events import Event
 from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send, refuse
 from agentserve.services import Services
+from agentserve.steering import Steering
 from agentserve.turn import run_turn
 from agentserve.websocket import EXTENSION, DirectSocket
 
 log = logging.getLogger(__name__)
 
+CLOSE_NORMAL = 1000
 CLOSE_RESTART = 1012
 CLOSE_SLOW = 1013
 CLOSE_INTERNAL = 1011
@@ -80,6 +90,15 @@ class Followed:
     after: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a connection is closed. error: sent before."""
+
+    code: int
+    reason: str
+    error: ApiError | None = None
+
+
 Job = TurnRequest | Followed
 """What takes its turn in a lane."""
 
@@ -98,7 +117,8 @@ class Connection:
         self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
         self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._steering = Steering(self._put_frame, limits.items)
+        self._ending: _Ending | None = None
         self._writer: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._outbox = Outbox(
@@ -133,6 +153,8 @@ class Connection:
         await self._send({"type": "websocket.accept"})
         writer = self._writer = asyncio.create_task(self._write(), name="socket-writer")
         code = CLOSE_INTERNAL
+        age_s = self.services.config.limits.connection_s
+        expiry = asyncio.get_running_loop().call_later(age_s, self._expire) if age_s else None
         try:
             while True:
                 message = await self._receive()
@@ -143,6 +165,8 @@ class Connection:
                     # Who sends nonsense without reading the answers must not fill the memory with them.
                     await self._outbox.room()
         finally:
+            if expiry is not None:
+                expiry.cancel()
             self._lanes.close()
             self._outbox.close(drop=True)
             writer.cancel()
@@ -153,10 +177,25 @@ class Connection:
             log.info("socket closed code=%d left_turns=%d", code, len(running))
 
     def drain(self) -> None:
-        self._draining = True
+        """Take no more turns; close once those that run have ended."""
+        self._end_after_turns(_Ending(CLOSE_RESTART, "the server restarts"))
+
+    def _expire(self) -> None:
+        age_s = self.services.config.limits.connection_s
+        error = ConnectionLimitReached(f"this connection is open for {age_s:g} s, its limit; open another")
+        self._end_after_turns(_Ending(CLOSE_NORMAL, "the connection has reached its age limit", error))
+
+    def _end_after_turns(self, ending: _Ending) -> None:
+        if self._ending is None:
+            self._ending = ending
         self._lanes.close()
         if not self._lanes.all_active():
-            self._close(CLOSE_RESTART, "the server restarts")
+            self._end(self._ending)
+
+    def _end(self, ending: _Ending) -> None:
+        if ending.error is not None and self._closing is None:
+            self._refuse(ending.error, UNSET)
+        self._close(ending.code, ending.reason)
 
     async def _write(self) -> None:
         """Send what could not be sent at once."""
@@ -200,7 +239,7 @@ class Connection:
             if isinstance(frame, FollowFrame):
                 self._submit(Followed(frame.response_id, lane, frame.starting_after))
                 return False
-            self._steer(frame, lane)
+            self._steer(frame)
         except InvalidStreamId as error:
             self._refuse(error, UNSET)
         except ApiError as error:
@@ -211,21 +250,25 @@ class Connection:
         return True
 
     def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
-        self._submit(accept(frame, self.principal, self.services.config, self._headers, websocket=True))
+        request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
+        self._submit(request)
 
     def _submit(self, job: Job) -> None:
         if self._lanes.submit(job.stream_id, job):
             self._begin(job)
 
     def _begin(self, job: Job) -> None:
+        if isinstance(job, TurnRequest):
+            job = self._steering.merged(job)
         task = asyncio.create_task(self._run(job), name=f"socket-{job.id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: Job) -> None:
+        body: ResponseBody | None = None
         try:
             if isinstance(job, TurnRequest):
-                await run_turn(job, self.services, self, self.local)
+                body = await run_turn(job, self.services, self, self.local)
             else:
                 await follow(self.services, self.principal.id, job.id, self, after=job.after, stream_id=job.stream_id)
         except ApiError as error:
@@ -234,11 +277,19 @@ class Connection:
             log.exception("turn broke response=%s error=%s", job.id, type(exc).__name__)
             self._refuse(ServerError("the server failed before this turn began; retry"), job.stream_id)
         finally:
+            self._next(job, body)
+
+    def _next(self, job: Job, body: ResponseBody | None) -> None:
+        """The lane goes on: with what was steered into the turn, with what waits, or not at all."""
+        following: Job | None = None
+        if isinstance(job, TurnRequest):
+            following = self._steering.ended(job, body, closing=self._lanes.closed)
+        if following is None or not self._lanes.succeed(job.stream_id, following):
             following = self._lanes.finished(job.stream_id)
-            if following is not None:
-                self._begin(following)
-            elif self._draining and not self._lanes.all_active():
-                self._close(CLOSE_RESTART, "the server restarts")
+        if following is not None:
+            self._begin(following)
+        elif self._ending is not None and not self._lanes.all_active():
+            self._end(self._ending)
 
     def _cancel(self, frame: ResponseCancel, lane: str | UnsetType) -> None:
         response_id = frame.response_id
@@ -250,10 +301,9 @@ class Connection:
             raise NotFound("no such response is running", "response_id")
         turn.cancel()
 
-    def _steer(self, frame: ResponseSteer, lane: str | UnsetType) -> None:
-        error = SteerError(code="steering_not_supported", message="this server does not steer running responses")
-        echo = SteerEcho(previous_response_id=frame.previous_response_id or "", input=frame.input)
-        self._put_frame(SteerFailed(error=error, steer=echo, stream_id=lane))
+    def _steer(self, frame: ResponseSteer) -> None:
+        mine = any(job.id == frame.previous_response_id for job in self._lanes.all_active() if isinstance(job, TurnRequest))
+        self._steering.submit(frame, self.services.active.get(frame.previous_response_id or "") if mine else None)
 
     def _refuse(self, error: ApiError, lane: str | UnsetType) -> None:
         self.services.metrics.error(error.code)

@@ -98,6 +98,11 @@ class ResponseEvents:
         return tuple(self._output)
 
     @property
+    def has_call(self) -> bool:
+        """A call was written or is being written."""
+        return any(isinstance(i, FunctionCall | CustomToolCall) for i in self._output) or (self._open or "").endswith("_call")
+
+    @property
     def written(self) -> tuple[OutputItem, ...]:
         """The output with what there is of the item that is being written."""
         return self.output if self._open is None else (*self._output, self._item("in_progress"))

@@ -12,7 +12,7 @@ import msgspec
 
 from agentserve.audience import Sink
 from agentserve.events import ResponseEvents
-from agentserve.interfaces import CallClose, CallDelta, Delta, ReasoningDelta, StreamParser, TextDelta
+from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, StreamParser, TextDelta
 from agentserve.stops import StopText
 from agentserve.worker.messages import Tokens
 from statecache.types import MarkerTable
@@ -53,12 +53,18 @@ class TokenStream:
         self._one_call = one_call
         self._stops = StopText(stops)
         self._held: Delta | None = None
+        self._yields = False
+        self.steered = False
         self._logprobs: list[Any] = []
 
     @property
     def stop_sequence(self) -> str | None:
         """The stop string that ended the output."""
         return self._stops.found
+
+    def stop_at_boundary(self) -> None:
+        """End the output before its next item, unless it has a call: that wants its result first."""
+        self._yields = True
 
     def push(self, frame: Tokens) -> None:
         if self.enough:
@@ -124,10 +130,23 @@ class TokenStream:
         self._emit(delta)
 
     def _emit(self, delta: Delta) -> None:
+        if self._yields and self._begins_item(delta) and not self._events.has_call:
+            self._events.close_item()
+            self.steered = self.enough = True
+        if self.steered:
+            return
         marks = self._logprobs
         if marks:
             self._logprobs = []
         self._events.write(delta, marks if type(delta) is TextDelta else ())
+
+    def _begins_item(self, delta: Delta) -> bool:
+        kind = self._events.open_kind
+        if isinstance(delta, TextDelta):
+            return kind != "message"
+        if isinstance(delta, ReasoningDelta):
+            return kind != "reasoning"
+        return isinstance(delta, CallOpen)
 
     def _logprob(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
         def entry(one: int, value: float) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Turn:
         self._queued = False
         self._started = False
         self._settled = False
+        self._steered = False
         self._broken: Exception | None = None
         self._render_request: RenderRequest | None = None
         self._stream: TokenStream | None = None
@@ -164,6 +165,14 @@ class Turn:
         if self._started:
             self.services.worker.cancel(self.request.id)
 
+    def steer(self) -> None:
+        """Stop at the next item boundary; before the first token that is now."""
+        self._steered = True
+        if self._stream is not None:
+            self._stream.stop_at_boundary()
+            if not self._stream.generated and self._started:
+                self.services.worker.cancel(self.request.id)
+
     def history(self, next_number: int) -> list[Event]:
         """The events so far, from a number on."""
         events = self.events
@@ -201,7 +210,9 @@ class Turn:
             one_call=self.request.create.parallel_tool_calls is False,
             stops=self.request.stops,
         )
-        if self.cancelled:
+        if self._steered:
+            stream.stop_at_boundary()
+        if self.cancelled or self._steered:
             return _nothing(self.request.id, len(rendered.ids))
         self._started = True
         async with aclosing(self.services.worker.run(self._start(rendered), self._take(stream))) as frames:
@@ -233,8 +244,10 @@ class Turn:
         assert stream is not None
         assert render_request is not None
         reason = {"length": "max_output_tokens", "cancelled": "cancelled"}.get(outcome.reason)
-        if stream.enough and not self.cancelled:
+        if not self.cancelled and stream.enough and not stream.steered:
             reason = None
+        elif not self.cancelled and (stream.steered or (self._steered and reason == "cancelled")):
+            reason = "steered"
         self._settled = True
         body = self.events.finished(
             usage=usage(
@@ -250,7 +263,9 @@ class Turn:
             stop_sequence=stream.stop_sequence,
         )
         generated = np.asarray(stream.generated, dtype="<u4")
-        if len(generated) and stream.stop_sequence is None:  # what was cut off is no part of what the client sends back
+        if (
+            len(generated) and stream.stop_sequence is None and not stream.steered
+        ):  # what was cut off is no part of what the client sends back
             self.services.text.learn(render_request, rendered, body.output, generated)
         self.services.contexts.remember(render_request, rendered, generated)
         log.info(

@@ -144,6 +144,13 @@ class Lanes(Generic[T]):
         lane.active = lane.waiting.popleft() if lane.waiting and not self.closed else None
         return lane.active
 
+    def succeed(self, stream_id: str | UnsetType, turn: T) -> bool:
+        """The lane's active turn ended and this one goes on from it, before what waits. False after `close`: nothing starts."""
+        if self.closed:
+            return False
+        self._lanes[None if stream_id is UNSET else stream_id].active = turn
+        return True
+
     def active(self, stream_id: str | UnsetType) -> T | None:
         lane = self._lanes.get(None if stream_id is UNSET else stream_id)
         return None if lane is None else lane.active

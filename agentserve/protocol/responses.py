@@ -149,7 +149,7 @@ class ResponseCancel(Struct, frozen=True, kw_only=True):
 
 class ResponseSteer(Struct, frozen=True, kw_only=True):
     previous_response_id: str | None = None
-    input: Any = None
+    input: Raw = ABSENT
     stream_id: Any = None
 
 

@@ -197,9 +197,43 @@ class SteerError(Struct, frozen=True, kw_only=True):
     type: str = "invalid_request_error"
 
 
+class SteerName(Struct, frozen=True, kw_only=True):
+    """id: of one submission. previous_response_id: the response that it steers."""
+
+    id: str
+    previous_response_id: str
+
+
 class SteerEcho(Struct, frozen=True, kw_only=True):
+    """A submission that comes back. id: if it was accepted before."""
+
+    id: str | UnsetType = UNSET
     previous_response_id: str
     input: Any
+
+
+class RequiredInput(Struct, frozen=True, kw_only=True):
+    """Which result of a call is awaited."""
+
+    type: str
+    call_id: str
+    name: str | UnsetType = UNSET
+
+
+class SteerAccepted(Struct, frozen=True, kw_only=True, tag="response.steer.accepted"):
+    steer: SteerName
+    sequence_number: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class SteerPending(Struct, frozen=True, kw_only=True, tag="response.steer.pending"):
+    """The response ended with calls; the input is kept for the turn that brings their results."""
+
+    steer: SteerName
+    required_input: tuple[RequiredInput, ...]
+    reason: str = "waiting_for_required_input"
+    sequence_number: int = 0
+    stream_id: str | UnsetType = UNSET
 
 
 class SteerFailed(Struct, frozen=True, kw_only=True, tag="response.steer.failed"):

@@ -141,6 +141,16 @@ class LanesMachine(RuleBasedStateMachine):
         following = self.lanes.finished(lane)
         assert following == (self.model[lane][0] if self.model[lane] else None)
 
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def succeed(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from([k for k, q in self.model.items() if q]))
+        started = self.lanes.succeed(lane, self.next_turn)
+        assert started == (not self.closed)
+        if started:
+            self.model[lane][0] = self.next_turn
+            self.next_turn += 1
+
     @rule()
     def close(self) -> None:
         self.lanes.close()

@@ -240,14 +240,6 @@ def test_a_header_of_the_upgrade_asks_for_our_events_on_every_turn(server: FakeS
             assert any(e["type"] == "agentserve.cache.report" for e in events)
 
 
-def test_steering_is_declined_by_name(socket: ClientConnection) -> None:
-    socket.send(json.dumps({"type": "response.steer", "previous_response_id": "resp_x", "input": "stop"}))
-    event = json.loads(socket.recv(timeout=10))
-    assert event["type"] == "response.steer.failed"
-    assert event["error"]["code"] == "steering_not_supported"
-    assert event["steer"] == {"previous_response_id": "resp_x", "input": "stop"}
-
-
 def test_without_parallel_calls_a_turn_ends_after_the_first(server: FakeServer, socket: ClientConnection) -> None:
     server.worker.scripts.append(answer((*call("f", "{}"), *call("f", "{}"))))
     send(socket, input="a", parallel_tool_calls=False, tools=[{"type": "function", "name": "f"}])
@@ -335,3 +327,20 @@ def test_wrong_frames_of_a_client_that_does_not_read_wait_in_its_own_socket() ->
         with connect(server.ws_url, additional_headers=AUTH) as other:
             send(other, input="b")
             assert check(until_terminal(other))["status"] == "completed"
+
+
+def test_a_connection_of_its_age_limit_is_closed_after_its_turns() -> None:
+    with running(config_for_tests(limits={"connection_s": 0.3})) as server:
+        gate = asyncio.Event()
+        server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
+        with connect(server.ws_url, additional_headers=AUTH) as busy:
+            send(busy, input="a")
+            (connection,) = server.api.sockets._open
+            wait_for(lambda: connection._ending is not None)
+            server.call(gate.set)
+            assert check(until_terminal(busy))["status"] == "completed"
+            assert json.loads(busy.recv(timeout=10))["error"]["code"] == "websocket_connection_limit_reached"
+            with pytest.raises(ConnectionClosed) as closed:
+                busy.recv(timeout=10)
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1000
