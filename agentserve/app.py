@@ -158,6 +158,7 @@ def worker_settings(config: Config) -> WorkerSettings:
         disk_cache_bytes=model.disk_cache_bytes,
         disk_reserve_bytes=model.disk_reserve_bytes,
         disk_bytes_per_hour=model.disk_bytes_per_hour,
+        device_residency=model.device_residency,
         checkpoints_url=model.checkpoints_url,
         log_level=config.log.level,
         engine={**({"vram_bytes": model.vram_bytes} if model.vram_bytes else {}), **model.engine},

@@ -95,6 +95,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ram_cache_bytes, disk_cache_bytes: what saved states may take, 0 = none; on disk they survive a restart, and the budget is
     for all models of the state directory. disk_reserve_bytes: free space left to others, states are given up for it.
     disk_bytes_per_hour: most that is written, 0 = no limit.
+    device_residency: let saved states stay in the engine's pools until a turn needs the room.
     checkpoints_url: SQLAlchemy URL of the index over them; empty = SQLite in the state directory.
     engine: further fields of the engine's config, by name.
     """
@@ -110,6 +111,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
     disk_bytes_per_hour: Annotated[int, Meta(ge=0)] = 0
+    device_residency: bool = True
     checkpoints_url: str = ""
     engine: dict[str, int | float | str | bool] = {}
 

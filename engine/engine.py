@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
@@ -33,10 +34,12 @@ from engine.types import (
     EngineStats,
     Finished,
     FinishReason,
+    HeldState,
     HoldId,
     ModelInfo,
     PrefillProgress,
     Request,
+    Room,
     StateLayout,
     StateSnapshot,
     TokenEvent,
@@ -46,7 +49,7 @@ from engine.types import (
 class Engine:
     """Runs requests on one model, many at a time, and keeps their state where it is asked to.
 
-    reclaim(pages): set by whoever owns holds. Called inside step() when pages or rows run out; it should release holds worth
+    set_reclaim(callback): by whoever owns holds. Called inside step() when pages or rows run out; it should release holds worth
     about that many pages (it may copy_out first) and return how many it released, 0 if it has none to give.
     """
 
@@ -123,12 +126,8 @@ class Engine:
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def reclaim(self) -> Callable[[int], int] | None:
-        return self.scheduler.reclaim
-
-    @reclaim.setter
-    def reclaim(self, callback: Callable[[int], int] | None) -> None:
+    def set_reclaim(self, callback: Callable[[int], int]) -> None:
+        """callback(pages): called inside step() when pages or rows run out; see the class."""
         self.scheduler.reclaim = callback
 
     @property
@@ -202,6 +201,44 @@ class Engine:
         if not 0 <= kv_start <= held.position:
             raise InvalidRequest("kv_start", kv_start, f"0 to {held.position}")
         return self.store.export(held, kv_start)
+
+    @torch.inference_mode()
+    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
+        """KV rows [start, stop) of a held state: uint8 [stop − start, kv_token_bytes]. For large states, piece by piece.
+
+        Raises UnknownHold, or InvalidRequest unless 0 ≤ start ≤ stop ≤ position.
+        """
+        held = self.store.get(hold)
+        if not 0 <= start <= stop <= held.position:
+            raise InvalidRequest("stop", (start, stop), f"a range within 0 to {held.position}")
+        return self.store.kv.read(held.pages, start, stop)
+
+    @property
+    def room(self) -> Room:
+        """What is free now."""
+        store = self.store
+        return Room(
+            store.pages.free,
+            store.pages.total,
+            store.rows.free,
+            store.rows.total,
+            store.bytes_of(1, 0),
+            store.layout.state_bytes,
+        )
+
+    def held(self, hold: HoldId) -> HeldState:
+        """What a hold names. Raises UnknownHold."""
+        held = self.store.get(hold)
+        return HeldState(held.position, held.tokens, held.logits is not None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of pages and rows of all holds, what they share counted once."""
+        return self.store.held_bytes()
+
+    def own_bytes(self, hold: HoldId) -> int:
+        """Bytes of pages and row that release() would free now. Raises UnknownHold."""
+        return self.store.own_bytes(self.store.get(hold))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -68,6 +68,27 @@ class StateSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldState:
+    """What a hold names. tokens: int64 [position], the ids that made it. logits: whether its final logits are held too."""
+
+    position: int
+    tokens: np.ndarray
+    logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Pages and recurrent rows (0 of 0 for a pure attention model), and what one weighs."""
+
+    free_pages: int
+    total_pages: int
+    free_rows: int
+    total_rows: int
+    page_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. temperature 0 is greedy (lowest id wins a tie).
 

@@ -18,7 +18,8 @@ _ID_BYTES = 4 * BLOCK_TOKENS
 class PutResult:
     """checkpoint_id None: not kept, `reason` says why. existed: was there already. written_bytes: charged for what is new.
 
-    tier: where it lies, or will lie once it has been written there; None when not kept.
+    tier: where it lies, or will lie once it has been written there; None when not kept. known_tokens: the deepest checkpoint in
+    front of it, before this one.
     """
 
     checkpoint_id: str | None
@@ -26,6 +27,7 @@ class PutResult:
     existed: bool
     reason: str = ""
     tier: TierName | None = None
+    known_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class CacheStats:
     """matches: calls that asked. misses: of these, without any checkpoint. collisions: keys that named two paths (refused).
 
     waiting: checkpoints to be copied to the second tier. dropped: evicted from the first one before that.
+    to_leave: on the device alone, to be copied because they should outlive the process. left_bytes: copied from there.
+    left_uncopied: released there without any copy.
     """
 
     tiers: dict[TierName, TierStats]
@@ -78,6 +82,9 @@ class CacheStats:
     index_marks: int
     waiting: int = 0
     dropped: int = 0
+    to_leave: int = 0
+    left_bytes: int = 0
+    left_uncopied: int = 0
 
 
 @dataclass(slots=True, eq=False)

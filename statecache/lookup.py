@@ -17,7 +17,7 @@ from statecache.keys import token_bytes
 from statecache.match import Match
 from statecache.policy import Policy
 from statecache.residency import Residency
-from statecache.types import Divergence, Payload
+from statecache.types import Divergence, KvRun, Payload
 
 
 class Lookup:
@@ -72,9 +72,12 @@ class Lookup:
     def release_match(self, match: Match) -> None:
         """See Match.release."""
         with self._lock:
-            if match.record is not None:
+            if match.resident is not None:
+                match.resident.readers -= 1
+                match.resident = None
+            elif match.record is not None:
                 match.record.in_use -= 1
-                match.record = None
+            match.record = None
 
     def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload:
         """See Match.read."""
@@ -84,6 +87,8 @@ class Lookup:
                 if match.position:
                     raise RuntimeError("read() of a released match")
                 return Payload(0, (), {}, None)
+            if match.resident is not None and self._kept.device is not None:
+                return _into(kv_out, self._kept.device.read(match.resident))
             with self._lock:
                 shelf = self._kept.shelf_of(record)
                 ids = match.ids[: 4 * record.position]
@@ -128,17 +133,24 @@ class Lookup:
         return Divergence(depth, "tokens")
 
     def _attach(self, match: Match, record: Record) -> None:
-        shelf = self._kept.shelf_of(record)
-        assert shelf is not None
-        record.in_use += 1
         record.hits += 1
         record.used_at = self._clock()
-        shelf.hits += 1
         self._kept.join(record, match.session)
         match.record = record
         match.position = record.position
         match.checkpoint_id = record.id
         match.kind = record.kind
+        device = self._kept.device
+        resident = None if device is None else device.residents.get(record.id)
+        if device is not None and resident is not None and (resident.logits or 4 * record.position < len(match.ids)):
+            resident.readers += 1
+            device.hits += 1
+            match.resident, match.tier, match.nbytes = resident, "device", 0
+            return
+        shelf = self._kept.shelf_of(record)
+        assert shelf is not None
+        record.in_use += 1
+        shelf.hits += 1
         match.tier = shelf.tier.name
         match.nbytes = shelf.context_bytes(record.position)
 
@@ -150,3 +162,10 @@ class Lookup:
         shorter, _ = self._deepest(walk, len(match.ids) // 4, record.position - 1)
         if shorter is not None:
             self._attach(match, shorter)
+
+
+def _into(kv_out: np.ndarray | None, payload: Payload) -> Payload:
+    if kv_out is None:
+        return payload
+    kv_out[: payload.position] = payload.kv[0].rows
+    return Payload(payload.position, (KvRun(0, kv_out[: payload.position]),), payload.state, payload.logits)

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from statecache.checkpoint import Record
+from statecache.device import Resident
 from statecache.types import BoundaryKind, Divergence, Payload, TierName
 
 
@@ -31,13 +32,15 @@ class Match:
         self.salt = salt
         self.session = session
         self.record: Record | None = None
+        self.resident: Resident | None = None
+        """Where it is when it lies in the engine's pools: restore from its hold, nothing needs to be read."""
         self.divergence = divergence
         self.position = 0
         self.checkpoint_id: str | None = None
         self.kind: BoundaryKind | None = None
         self.tier: TierName | None = None
         self.nbytes = 0
-        """Bytes that read() will deliver; what a restore costs."""
+        """Bytes that a restore copies; 0 on the device."""
 
     def read(self, kv_out: np.ndarray | None = None) -> Payload:
         """The checkpoint's bytes, verified. Arrays are read-only and valid after release().

@@ -61,6 +61,15 @@ class Policy:
     durable_ends: int = 3
 
 
+COPIED_BYTES_PER_US = 1000
+"""From the engine's pools to the memory tier: about a gigabyte per second, in blocks, read once and written twice."""
+
+
+def worth_copying(saved_tokens: int, nbytes: int, policy: Policy) -> bool:
+    """Whether a state that has to leave the device is copied first: computing its tokens again would take longer."""
+    return saved_tokens * policy.prefill_us_per_token * COPIED_BYTES_PER_US > nbytes
+
+
 def better_kind(a: BoundaryKind, b: BoundaryKind) -> BoundaryKind:
     """The kind that names a position where two boundaries meet; the first one when equal."""
     return b if KIND_WEIGHT[b] > KIND_WEIGHT[a] else a

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from statecache.blocks import Block
 from statecache.checkpoint import CheckpointInfo, Path, Record
+from statecache.device import Device, Resident
 from statecache.errors import SegmentBad, TierError, TierFull
 from statecache.eviction import Candidate, eviction_order
 from statecache.index.base import Index
@@ -19,6 +20,7 @@ from statecache.shelf import Shelf
 from statecache.types import BLOCK_TOKENS, Payload, TierName
 
 log = logging.getLogger(__name__)
+DEVICE: TierName = "device"
 
 
 class Residency:
@@ -45,6 +47,7 @@ class Residency:
         self.sessions: dict[str, dict[str, None]] = {}
         self.waiting: OrderedDict[str, None] = OrderedDict()
         """Ids to be copied down, in this order."""
+        self.device: Device | None = None
         self.dropped = 0
         """Victims that were gone before they could be copied."""
         self._write_behind = write_behind
@@ -53,6 +56,13 @@ class Residency:
     def shelf_of(self, record: Record) -> Shelf | None:
         """The fastest shelf that has it."""
         return next((shelf for shelf in self.shelves if record.id in shelf.holdings), None)
+
+    def resident(self, record: Record) -> Resident | None:
+        """Its place in the engine's pools."""
+        return None if self.device is None else self.device.residents.get(record.id)
+
+    def is_anywhere(self, record: Record) -> bool:
+        return self.shelf_of(record) is not None or self.resident(record) is not None
 
     def target(self, position: int) -> Shelf:
         """Where a new checkpoint goes: the fastest shelf whose whole budget can hold its prefix and state."""
@@ -65,7 +75,9 @@ class Residency:
         return self.shelves.index(shelf) <= self.shelves.index(other)
 
     def has_logits(self, record: Record) -> bool:
-        shelf = self.shelf_of(record)
+        shelf, resident = self.shelf_of(record), self.resident(record)
+        if resident is not None and resident.logits:
+            return True
         return shelf is not None and shelf.holdings[record.id].logits_key is not None
 
     def known_block(self, shelf: Shelf, path: Path) -> Block | None:
@@ -77,8 +89,8 @@ class Residency:
         return None
 
     def commit(self, record: Record, path: Path) -> None:
-        """Make a record visible; its bytes must lie on a shelf by now."""
-        assert self.shelf_of(record) is not None
+        """Make a record visible; its bytes must lie on a shelf or in the engine's pools by now."""
+        assert self.is_anywhere(record)
         if not self.index.knows(record.id):
             self.index.add(path.salt, path.ids, path.keys, record.id)
         self.records[record.id] = record
@@ -86,18 +98,22 @@ class Residency:
 
     def describe(self, record: Record) -> CheckpointInfo:
         places = [shelf for shelf in self.shelves if record.id in shelf.holdings]
-        tiers: tuple[TierName, ...] = tuple(shelf.tier.name for shelf in places)
+        tiers: list[TierName] = [shelf.tier.name for shelf in places]
+        resident, own_bytes = self.resident(record), 0
+        if resident is not None and self.device is not None:
+            tiers.insert(0, DEVICE)
+            own_bytes = self.device.pools.own_bytes(resident.hold)
         return CheckpointInfo(
             id=record.id,
             position=record.position,
             kind=record.kind,
             tier=tiers[0],
-            nbytes=places[0].context_bytes(record.position),
-            exclusive_bytes=places[0].exclusive_bytes(record),
+            nbytes=self.shelves[0].context_bytes(record.position),
+            exclusive_bytes=places[0].exclusive_bytes(record) if places else own_bytes,
             hits=record.hits,
             age_s=max(0.0, self.clock() - record.used_at),
             pinned=bool(record.pins),
-            tiers=tiers,
+            tiers=tuple(tiers),
         )
 
     def join(self, record: Record, session: str) -> None:
@@ -147,12 +163,22 @@ class Residency:
     # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def evict(self, record: Record) -> None:
-        """Take a record off every shelf."""
+        """Take a record off every shelf and out of the engine's pools."""
         for shelf in self.shelves:
             if record.id in shelf.holdings:
                 shelf.remove(record)
                 shelf.evictions += 1
+        if self.device is not None and self.resident(record) is not None:
+            self.device.release(record)
         self._gone(record, remember=True)
+
+    def leave_device(self, record: Record) -> None:
+        """Release its hold; what no other tier has is gone."""
+        assert self.device is not None
+        self.device.release(record)
+        if not self.is_anywhere(record):
+            # What still waits to be written is in the staging, and keeps its turn.
+            self._gone(record, remember=True, waits=record.id in self.waiting)
 
     def quarantine(self, shelf: Shelf, error: SegmentBad) -> None:
         """Take every checkpoint that needs a bad segment off its shelf."""
@@ -162,7 +188,7 @@ class Residency:
         shelf.tier.set_aside(error.key, error.reason)
         for record in broken:
             shelf.remove(record)
-            if self.shelf_of(record) is None:
+            if not self.is_anywhere(record):
                 self._gone(record, remember=False)
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +223,7 @@ class Residency:
                 self.dropped += 1
         shelf.remove(record)
         shelf.evictions += 1
-        if self.shelf_of(record) is None:
+        if not self.is_anywhere(record):
             self._gone(record, remember=True)
 
     def _demote(self, record: Record, source: Shelf, target: Shelf) -> int:
@@ -211,10 +237,11 @@ class Residency:
             log.info("checkpoint not moved position=%d tier=%s reason=%s", record.position, target.tier.name, error)
             return 0
 
-    def _gone(self, record: Record, *, remember: bool) -> None:
+    def _gone(self, record: Record, *, remember: bool, waits: bool = False) -> None:
         """A record has left its last shelf. Its tokens stay in the index for a while if `remember`."""
         del self.records[record.id]
-        self.waiting.pop(record.id, None)
+        if not waits:
+            self.waiting.pop(record.id, None)
         for session in record.sessions:
             ids = self.sessions[session]
             del ids[record.id]

@@ -151,12 +151,13 @@ class Staging:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _base(self, path: Path) -> Record | Staged | None:
-        """The deepest checkpoint in front, wherever it lies."""
+        """The deepest checkpoint in front that lies in a tier or waits here."""
         best: Record | Staged | None = None
         depth = 0
         for position, mark in self._kept.index.walk(path.salt, path.ids).marks(path.position):
-            if mark in self._kept.records:
-                best, depth = self._kept.records[mark], position
+            record = self._kept.records.get(mark)
+            if record is not None and self._kept.shelf_of(record) is not None:
+                best, depth = record, position
                 break
         for item in self.items.values():
             ids = item.path.ids

@@ -13,19 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 
 from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats, validate
 from statecache.copies import Copies
+from statecache.device import Device, Pools
 from statecache.errors import Collision, PayloadMismatch, TierError, TierFailed
 from statecache.index.base import Index, Walk
 from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes, xxh3_128
 from statecache.lookup import Lookup
 from statecache.match import Match
+from statecache.moves import Moves
 from statecache.policy import Policy, better_kind
 from statecache.recover import Known, Progress, recover
-from statecache.residency import Residency
+from statecache.residency import DEVICE, Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
 from statecache.tiers.base import Tier
@@ -75,6 +78,7 @@ class StateCache:
         self._staging = Staging(self._kept)
         self._copies = Copies(self._kept, self._staging)
         self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
+        self._moves: Moves | None = None
         self._collisions = 0
         self.on_waiting: Callable[[], None] = lambda: None
         """Told, under the lock, when something waits for copy_one() that nobody else knows of."""
@@ -151,11 +155,83 @@ class StateCache:
             finally:
                 record.in_use -= 1
             self._kept.commit(record, path)
-            record.fresh = not known
+            record.fresh = record.fresh or not known
             record.kind = better_kind(record.kind, boundary.kind)
             record.used_at = self._clock()
             self._kept.join(record, session)
             return PutResult(checkpoint_id, written, known, tier=shelf.tier.name)
+
+    # ── on the device ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, pools: Pools) -> None:
+        """Let checkpoints stay in an engine's pools; once, before the first admit(). Its thread calls all of this section."""
+        with self._lock:
+            self._kept.device = Device(pools)
+            self._moves = Moves(self, self._kept, self._kept.device, lambda checkpoint_id: self._wanted_below([checkpoint_id]))
+
+    def admit(
+        self,
+        tokens: np.ndarray,
+        salt: bytes,
+        boundary: Boundary,
+        hold: int,
+        *,
+        logits: bool,
+        session: str = "",
+        stays: bool = True,
+    ) -> PutResult:
+        """Keep the state after tokens[: boundary.position], which lies in the engine's pools under `hold`, without copying it.
+
+        The hold is the cache's once this returns, also when it was not kept. logits: they are held too.
+        stays False: copied to the next tier and released at once.
+        """
+        position = boundary.position
+        ids = token_bytes(tokens)[: 4 * position]
+        if self._kept.device is None or self._moves is None:
+            raise RuntimeError("admit() before attach()")
+        with self._lock:
+            walk = self._index.walk(salt, ids)
+            path, mark = self._path(salt, ids, walk), walk.at(position)
+            checkpoint_id = self._id(path) if mark is None else mark
+            if mark is None and self._index.knows(checkpoint_id):
+                self._collisions += 1
+                self._kept.device.pools.release(hold)
+                return PutResult(None, 0, False, "the checkpoint's id names another path")
+            marks = walk.marks(position)
+            known_tokens = next((p for p, known in marks if known in self._kept.records and known != checkpoint_id), 0)
+            record = self._kept.records.get(checkpoint_id)
+            existed = record is not None
+            if record is None:
+                staged = self._staging.items.get(checkpoint_id)
+                record = self._record(checkpoint_id, path, boundary) if staged is None else staged.record
+                if mark is None:
+                    self._index.add(salt, ids, path.keys, checkpoint_id)
+            self._kept.device.add(record, hold, logits=logits)
+            self._kept.commit(record, path)
+            record.kind = better_kind(record.kind, boundary.kind)
+            record.used_at = self._clock()
+            record.fresh = record.fresh or not existed
+            self._kept.join(record, session)
+            if stays:
+                return PutResult(checkpoint_id, 0, existed, tier=DEVICE, known_tokens=known_tokens)
+            result = self._moves.out(record)
+            return replace(result, existed=existed, known_tokens=known_tokens)
+
+    def move(self, limit: int, *, short: bool) -> bool:
+        """Copy a piece, of about `limit` bytes, of what should leave the device or be elsewhere too. False: nothing to do.
+
+        short: the pools should have more room, so that the next turn need not wait for it.
+        """
+        with self._lock:
+            return self._moves is not None and self._moves.work(limit, short)
+
+    def make_device_room(self, nbytes: int) -> int:
+        """Release states worth about `nbytes` in the engine's pools, at least one; how many, 0 if there is none to release.
+
+        Running turns come first: what no other tier has is copied if that is worth it, and goes even if it cannot be.
+        """
+        with self._lock:
+            return 0 if self._moves is None else self._moves.make_room(nbytes)
 
     # ── lists, pins ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,6 +278,9 @@ class StateCache:
     def stats(self) -> CacheStats:
         with self._lock:
             tiers: dict[TierName, TierStats] = {shelf.tier.name: shelf.stats() for shelf in self._kept.shelves}
+            device, moves = self._kept.device, self._moves
+            if device is not None:
+                tiers = {DEVICE: device.stats(), **tiers}
             return CacheStats(
                 tiers,
                 len(self._kept.records),
@@ -214,18 +293,23 @@ class StateCache:
                 len(self._index),
                 len(self._kept.waiting),
                 self._kept.dropped,
+                0 if moves is None else moves.waiting,
+                0 if device is None else device.copied_bytes,
+                0 if device is None else device.dropped,
             )
 
     def evict(self, checkpoint_id: str) -> bool:
         """Remove a checkpoint from every tier now. False when unknown, pinned or in use."""
         with self._lock:
-            if self._staging.drop(checkpoint_id):
-                return True
+            waited = self._staging.drop(checkpoint_id)
             record = self._kept.records.get(checkpoint_id)
             if record is None or record.pins:
-                return False
+                return waited
             self._staging.drop_behind(record)
             if record.in_use:
+                return False
+            resident = self._kept.resident(record)
+            if resident is not None and resident.readers:
                 return False
             self._kept.evict(record)
             return True
@@ -254,14 +338,26 @@ class StateCache:
             return [(key, r.hits, now - r.used_at) for key, r in used if r.used_at >= since]
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
-        """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored."""
+        """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored.
+
+        What only the device has is copied to the first tier by move() before.
+        """
+        ids = list(checkpoint_ids)
         with self._lock:
-            self._copies.want(checkpoint_ids)
+            if self._moves is not None and len(self._kept.shelves) > 1:
+                self._moves.want(ids)
+            self._copies.want(ids)
 
     def want_all(self) -> None:
-        """Everything that only the first tier has, newest first."""
+        """Everything that only the first tier or the device has, newest first."""
         with self._lock:
+            if self._moves is not None and len(self._kept.shelves) > 1:
+                self._moves.want_all()
             self._copies.want_all()
+
+    def _wanted_below(self, checkpoint_ids: list[str]) -> None:
+        self._copies.want(checkpoint_ids)
+        self.on_waiting()
 
     def copy_one(self) -> int | None:
         """Bring the next wanted checkpoint to the second tier: bytes written, None when none is wanted any more.
@@ -332,7 +428,7 @@ class StateCache:
         """Put of what is too large for the memory tier: the writer will bring it to the one below."""
         name = self._kept.shelves[1].tier.name
         staged = self._staging.items.get(checkpoint_id)
-        if record is not None:
+        if record is not None and self._kept.shelf_of(record) is not None:
             record.kind = better_kind(record.kind, boundary.kind)
             record.used_at = self._clock()
             self._kept.join(record, session)
@@ -342,7 +438,7 @@ class StateCache:
             self._staging.again(staged, boundary.kind, session)
             return PutResult(checkpoint_id, 0, True, tier=name)
         try:
-            written = self._staging.put(self._record(checkpoint_id, path, boundary), path, payload, session)
+            written = self._staging.put(record or self._record(checkpoint_id, path, boundary), path, payload, session)
         except TierError as error:
             self._kept.shelves[0].refused += 1
             log.info("checkpoint refused position=%d tier=%s reason=%s", path.position, name, error)

@@ -97,7 +97,9 @@ class Worker:
         keep_at = time.monotonic() + KEEP_S
         while not (self._draining and self._turns.running == 0):
             idle_s = COMPILING_POLL_S if self._turns.compiling else None
-            for frame in self._pipe.receive(0.0 if self._engine.has_work else idle_s):
+            # Between steps, and in pauses until something arrives: a piece of what leaves the engine's pools.
+            chores = self._bridge.chore()
+            for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
                 self._take(frame)
             if self._turns.compiling:
                 self._turns.poll()
@@ -260,7 +262,7 @@ def serve(
     learned = load_learned(learned_at)
     if learned is not None:
         engine.scheduler.pace.recall(learned.pace)
-    bridge = StateBridge(engine, states.cache, states.want)
+    bridge = StateBridge(engine, states.cache, states.want, stays=settings.device_residency)
     grammars = Grammars(lambda: load_tokenizer(settings), info.vocab_size, lambda: _wake(wake))
     turns = TurnLoop(
         engine,
@@ -292,11 +294,13 @@ def serve(
     except PipeClosed:
         keep()
         grammars.close()
-        states.close(CRASH_FLUSH_S, everything=False)
+        bridge.drain(CRASH_FLUSH_S / 2, everything=False)
+        states.close(CRASH_FLUSH_S / 2, everything=False)
         raise
     keep()
     grammars.close()
-    states.close(DRAIN_FLUSH_S)
+    bridge.drain(DRAIN_FLUSH_S / 2, everything=True)
+    states.close(DRAIN_FLUSH_S / 2)
     return 0
 
 

@@ -14,6 +14,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     state_dir: where the worker may keep digests and checkpoints; created if absent.
     threads: CPU threads for the engine, 0 = choose.
     ram_cache_bytes: budget of the RAM tier; 0 turns saving off.
+    device_residency: let saved states stay in the engine's pools until a turn needs the room.
     disk_cache_bytes: budget of the disk tier in state_dir, over all models; 0 = none.
     disk_reserve_bytes: free space that is left to others. disk_bytes_per_hour: most that is written, 0 = no limit.
     checkpoints_url: SQL address of the checkpoint index, "" = one file in state_dir.
@@ -26,6 +27,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 0
     ram_cache_bytes: int = 1 << 30
+    device_residency: bool = True
     disk_cache_bytes: int = 0
     disk_reserve_bytes: int = 2 << 30
     disk_bytes_per_hour: int = 0

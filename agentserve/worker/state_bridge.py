@@ -2,14 +2,15 @@
 
 turn_loop.py calls it at the moments of a turn's life. Rules kept here:
 - a cache that fails (read error, full budget) makes a turn slower and never fails it;
-- a checkpoint is pinned while it is read, a state is held until its bytes are saved or given up; every path gives both back,
-  whatever raised;
+- a checkpoint is pinned while it is read; a held state belongs to the cache from save() on, which leaves it where it is until
+  its pages are needed or it is to outlive the process; what the cache does not take is given back, whatever raised;
 - what a turn saved before its first finite logits is taken away again when it ends in NaN.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 
 from agentserve.worker.flights import Flight, join
 from agentserve.worker.messages import CheckpointRow, Saved
+from agentserve.worker.pools import EnginePools, is_short
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import EngineError
@@ -26,6 +28,7 @@ from engine.types import CutReached, HoldId, KvRun, ModelInfo, StateLayout, Stat
 from statecache import keys
 from statecache import types as cache_types
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
+from statecache.checkpoint import PutResult
 from statecache.experience import Experience
 from statecache.match import Match
 from statecache.policy import better_kind, worth_disk
@@ -34,6 +37,9 @@ from statecache.types import Boundary, BoundaryKind, MarkerTable
 
 log = logging.getLogger(__name__)
 SESSIONS_FOLLOWED = 4096
+BUSY_PIECE_BYTES = 4 << 20
+IDLE_PIECE_BYTES = 32 << 20
+"""Copied from the engine's pools between two steps, and at once while nothing runs."""
 TAIL_TOKENS = 32
 """A template opens thinking among the last tokens of a prompt or not at all."""
 
@@ -61,12 +67,24 @@ class StateBridge:
     """One engine and one cache. Every call belongs to a turn between `find` and `close`, except the lists at the end."""
 
     def __init__(
-        self, engine: EnginePort, cache: StateCache, keep: Callable[[Sequence[str]], None] = lambda checkpoint_ids: None
+        self,
+        engine: EnginePort,
+        cache: StateCache,
+        keep: Callable[[Sequence[str]], None] = lambda checkpoint_ids: None,
+        *,
+        stays: bool = True,
     ) -> None:
-        """keep(ids): told which checkpoints of an ended turn should outlive the process; must return at once."""
+        """keep(ids): told which checkpoints of an ended turn should outlive the process; must return at once.
+
+        stays: let states stay in the engine's pools; else each is copied to the next tier when it is saved.
+        """
         self._engine = engine
         self._cache = cache
         self._keep = keep
+        self._stays = stays
+        self._saves = any(tier.budget_bytes for tier in cache.stats().tiers.values())
+        cache.attach(EnginePools(engine, self.release))
+        engine.set_reclaim(self._reclaim)
         self.worth: Callable[[int, int, str | None], bool] = lambda tokens, nbytes, tier: True
         """(tokens, bytes, tier) → whether a restore beats a prefill."""
         self.not_worth = 0
@@ -85,8 +103,11 @@ class StateBridge:
 
     # ── before the engine takes a turn ───────────────────────────────────────────────────────────────────────────
 
-    def find(self, turn: TurnRecord) -> tuple[Found, StateSnapshot | None]:
-        """The deepest checkpoint whose bytes could be read, and those bytes; (nothing, None) also if the cache failed."""
+    def find(self, turn: TurnRecord) -> tuple[Found, StateSnapshot | HoldId | None]:
+        """The deepest checkpoint that can be restored, and its bytes or, where it lies in the engine's pools, its hold.
+
+        (nothing, None) also if the cache failed. A hold is to be submitted before anything else is done here.
+        """
         markers = turn.start.markers
         scanner = None
         if turn.start.generate:
@@ -97,13 +118,16 @@ class StateBridge:
             if match.position and not self.worth(match.position, match.nbytes, match.tier):
                 self.not_worth += 1
                 return Found(0, None, None, None, "none"), None
-            payload = match.read() if match.position else None
+            hold = None if match.resident is None else HoldId(match.resident.hold)
+            payload = match.read() if match.position and hold is None else None
             differs = match.divergence.cause != "none"
             if match.divergence.cause == "tokens":
                 self._kept[turn.id].parted_at = match.divergence.position
                 self._learn(turn, match.divergence.position)
             divergence = match.divergence.position if differs else None
             found = Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)
+            if hold is not None:
+                return found, hold
             if payload is None or payload.position == 0:
                 return found, None
             runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
@@ -178,40 +202,54 @@ class StateBridge:
             log.debug("cut not taken turn=%s position=%d error=%s", turn.id, position, error)
 
     def save(self, turn: TurnRecord, cut: CutReached) -> Saved | None:
-        """Copy what the cache lacks of the held state and put it there. The hold stays the caller's."""
-        kept, position = self._kept[turn.id], cut.position
+        """Give the held state to the cache, or back to the engine. The hold is not the caller's any more, whatever happens."""
+        taken = False
+        try:
+            boundary = self._boundary_of(turn, cut.position)
+            if boundary is None or not self._saves:
+                return None
+            with self._cache_may_fail("put"):
+                at_end = cut.position == len(turn.ids)
+                # Logits of a prompt end answer the identical prompt without a pass; elsewhere some token always follows.
+                result = self._cache.admit(
+                    turn.tokens_until(cut.position),
+                    turn.start.salt,
+                    boundary,
+                    cut.hold,
+                    logits=at_end and self._engine.held(cut.hold).logits,
+                    session=turn.start.session,
+                    stays=self._stays,
+                )
+                taken = True
+                return self._saved(turn, boundary, result)
+            return None
+        finally:
+            if not taken:
+                self.release(cut.hold)
+
+    def _boundary_of(self, turn: TurnRecord, position: int) -> Boundary | None:
+        """What is to be saved there; None if the cache has it under a kind as good."""
+        kept = self._kept[turn.id]
         boundary = kept.cuts.get(position)
         if boundary is None:
             boundary = Boundary(position, BoundaryKind.PARTIAL if turn.cancelled else BoundaryKind.TURN)
-        saved, kind = kept.saved.get(position), boundary.kind
-        if saved is not None and better_kind(saved, kind) is saved:
-            return None
-        with self._cache_may_fail("put"):
-            tokens = turn.tokens_until(position)
-            first = self._cache.kv_missing_from(tokens, turn.start.salt, position)
-            payload = self._payload(turn, self._engine.copy_out(cut.hold, first))
-            result = self._cache.put(tokens, turn.start.salt, boundary, payload, session=turn.start.session)
-            if result.checkpoint_id is None:
-                log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, position, result.reason)
-                return None
-            kept.saved[position] = kind
-            kept.placed[position] = result.checkpoint_id
-            if not result.existed:
-                kept.unproven.append(result.checkpoint_id)
-                # Rows below were there, or came with an earlier checkpoint of this turn; blocks in part are stored again.
-                new_from = max(first, turn.reused, kept.deepest)
-                turn.written += max(0, position - new_from)
-                kept.deepest = max(kept.deepest, position)
-            return Saved(
-                turn_id=turn.id, position=position, kind=kind, tier=result.tier or "ram", written_bytes=result.written_bytes
-            )
-        return None
+        saved = kept.saved.get(position)
+        return None if saved is not None and better_kind(saved, boundary.kind) is saved else boundary
 
-    def _payload(self, turn: TurnRecord, snapshot: StateSnapshot) -> cache_types.Payload:
-        # Logits of a prompt end answer the identical prompt without a forward pass; elsewhere some token always follows.
-        logits = snapshot.logits if snapshot.position == len(turn.ids) else None
-        runs = tuple(cache_types.KvRun(run.start, run.rows) for run in snapshot.kv)
-        return cache_types.Payload(snapshot.position, runs, snapshot.state, logits)
+    def _saved(self, turn: TurnRecord, boundary: Boundary, result: PutResult) -> Saved | None:
+        kept, position = self._kept[turn.id], boundary.position
+        if result.checkpoint_id is None:
+            log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, position, result.reason)
+            return None
+        kept.saved[position] = boundary.kind
+        kept.placed[position] = result.checkpoint_id
+        if not result.existed:
+            kept.unproven.append(result.checkpoint_id)
+            # Rows below were there, or came with an earlier checkpoint of this turn.
+            turn.written += max(0, position - max(result.known_tokens, turn.reused, kept.deepest))
+            kept.deepest = max(kept.deepest, position)
+        tier, nbytes = result.tier or "device", result.written_bytes
+        return Saved(turn_id=turn.id, position=position, kind=boundary.kind, tier=tier, written_bytes=nbytes)
 
     def release(self, hold: HoldId) -> None:
         try:
@@ -237,6 +275,36 @@ class StateBridge:
             placed = [Boundary(position, kind) for position, kind in kept.saved.items()]
             self._keep([kept.placed[b.position] for b in worth_disk(placed, self._cache.policy)])
             self._cache.settle(kept.placed.values())
+
+    # ── between steps ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def chore(self) -> bool:
+        """Copy a bounded piece of what should leave the engine's pools, or be elsewhere too. False: there is nothing to do."""
+        limit = BUSY_PIECE_BYTES if self._engine.has_work else IDLE_PIECE_BYTES
+        with self._cache_may_fail("move"):
+            return self._cache.move(limit, short=is_short(self._engine.room))
+        return False
+
+    def drain(self, limit_s: float, *, everything: bool) -> bool:
+        """At the end: copy what should outlive the process out of the pools, for about `limit_s` seconds. True: all of it.
+
+        everything: all that is there, not only what was chosen to.
+        """
+        until = time.monotonic() + limit_s
+        with self._cache_may_fail("drain"):
+            if everything:
+                self._cache.want_all()
+            while self._cache.move(IDLE_PIECE_BYTES, short=False):
+                if time.monotonic() > until:
+                    return False
+            return True
+        return False
+
+    def _reclaim(self, pages: int) -> int:
+        """The engine needs so many pages or rows now; how many holds were released for it."""
+        with self._cache_may_fail("reclaim"):
+            return self._cache.make_device_room(pages * self._engine.room.page_bytes)
+        return 0
 
     # ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -287,7 +355,8 @@ class StateBridge:
         with self._cache_may_fail("stats"):
             stats = self._cache.stats()
             counters |= {"cache_matches": stats.matches, "cache_misses": stats.misses}
-            counters |= {"write_back_waiting": stats.waiting, "write_back_dropped": stats.dropped}
+            counters |= {"write_back_waiting": stats.waiting + stats.to_leave, "write_back_dropped": stats.dropped}
+            counters |= {"device_copied_bytes": stats.left_bytes, "device_dropped": stats.left_uncopied}
             for name, tier in stats.tiers.items():
                 counters |= {
                     f"{name}_evictions": tier.evictions,

@@ -31,7 +31,17 @@ from agentserve.worker.ports import EnginePort
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import ContextTooLong, EngineError, InvalidRequest
-from engine.types import CutReached, EngineEvent, Finished, PrefillProgress, Request, SamplingParams, StateSnapshot, TokenEvent
+from engine.types import (
+    CutReached,
+    EngineEvent,
+    Finished,
+    HoldId,
+    PrefillProgress,
+    Request,
+    SamplingParams,
+    StateSnapshot,
+    TokenEvent,
+)
 
 log = logging.getLogger(__name__)
 PROGRESS_S = 1.0
@@ -233,7 +243,7 @@ class TurnLoop:
         cache_bytes, cache_checkpoints, counters = self._bridge.figures()
         counters |= {
             "turns": len(self._turns),
-            "holds": stats.held,
+            "holds": stats.held - cache_checkpoints.get("device", 0),  # 0 but for a moment: each belongs to a checkpoint
             "prefill_tokens": stats.prefill_tokens,
             "decode_tokens": stats.decode_tokens,
             "slot_hits": stats.slot_hits,
@@ -277,23 +287,23 @@ class TurnLoop:
             self._engine.set_token_bytes(self._token_bytes())
             self._token_bytes = None
         began_at = self._clock()
-        found, snapshot = self._bridge.find(turn)
+        found, restore = self._bridge.find(turn)
         try:
-            self._submit(turn, snapshot)
+            self._submit(turn, restore, found.position)
         except (ContextTooLong, InvalidRequest):
             raise
         except EngineError as error:
-            if snapshot is None:
+            if restore is None:
                 raise
             # The saved state does not fit this engine, or cannot be restored now; the prompt is still good.
-            log.warning("restore refused turn=%s position=%d error=%s", turn.id, snapshot.position, error)
+            log.warning("restore refused turn=%s position=%d error=%s", turn.id, found.position, error)
             self._bridge.cache_errors += 1
-            snapshot, found = None, found.without_state()
-            self._submit(turn, None)
-        if snapshot is not None:
-            turn.reused = turn.processed = snapshot.position
+            restore, found = None, found.without_state()
+            self._submit(turn, None, 0)
+        if restore is not None:
+            turn.reused = turn.processed = found.position
             turn.restore_s = self._clock() - began_at
-            turn.restore_bytes, turn.tier = _bytes_of(snapshot), found.tier
+            turn.restore_bytes, turn.tier = 0 if isinstance(restore, int) else _bytes_of(restore), found.tier
             self._measure.restored(turn.restore_bytes, turn.restore_s, found.tier)
         now = self._clock()
         turn.begun_us = round(now * 1e6)
@@ -302,14 +312,15 @@ class TurnLoop:
         )
         self._send(self._matched(turn, found))
 
-    def _submit(self, turn: TurnRecord, snapshot: StateSnapshot | None) -> None:
-        after = 0 if snapshot is None else snapshot.position
+    def _submit(self, turn: TurnRecord, restore: StateSnapshot | HoldId | None, position: int) -> None:
+        """restore: state of the first `position` tokens."""
+        after = 0 if restore is None else position
         self._engine.submit(
             Request(
                 id=turn.id,
                 token_ids=turn.ids.astype(np.int32),
                 sampling=self._sampling(turn.start),
-                restore=snapshot,
+                restore=restore,
                 cuts=self._bridge.plan_cuts(turn, after),
                 mask=turn.mask,
                 due_us=due_us(turn),
@@ -371,13 +382,12 @@ class TurnLoop:
 
     def _on_cut(self, event: CutReached, spoiled: set[str]) -> None:
         turn = self._turns.get(event.request_id)
-        try:
-            if turn is not None and event.request_id not in spoiled:
-                saved = self._bridge.save(turn, event)
-                if saved is not None:
-                    self._send(saved)
-        finally:
+        if turn is None or event.request_id in spoiled:
             self._bridge.release(event.hold)
+            return
+        saved = self._bridge.save(turn, event)
+        if saved is not None:
+            self._send(saved)
 
     def _on_finished(self, event: Finished) -> None:
         turn = self._turns.get(event.request_id)

@@ -6,7 +6,7 @@ One request at a time. KV of a token: its position and id; recurrent state: SHA-
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from engine.types import (
     EngineEvent,
     EngineStats,
     Finished,
+    HeldState,
     HoldId,
     KvRun,
     ModelInfo,
     PrefillProgress,
     Request,
+    Room,
     StateComponent,
     StateLayout,
     StateSnapshot,
@@ -132,12 +134,32 @@ class RecordedEngine:
         runs = (KvRun(kv_start, _rows(ids, kv_start)),) if kv_start < len(ids) else ()
         return StateSnapshot(len(ids), runs, {STATE: _state(ids)}, np.zeros(1, np.float32))
 
+    @property
+    def room(self) -> Room:
+        return Room(1, 1, 1, 1, KV_BYTES, LAYOUT.state_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.own_bytes(hold) for hold in self._holds)
+
+    def own_bytes(self, hold: HoldId) -> int:
+        return len(self._holds[hold]) * KV_BYTES + LAYOUT.state_bytes
+
+    def held(self, hold: HoldId) -> HeldState:
+        return HeldState(len(self._holds[hold]), self._holds[hold].astype(np.int64), True)
+
+    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
+        return _rows(self._holds[hold][:stop], start)
+
     def release(self, hold: HoldId) -> None:
         if self._holds.pop(hold, None) is None:
             raise UnknownHold(hold)
 
     def cancel(self, request_id: str, hold: bool = False) -> None:
         raise NotImplementedError("recorded turns run to their end")
+
+    def set_reclaim(self, callback: Callable[[int], int]) -> None:
+        pass
 
     def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None:
         pass

@@ -51,7 +51,7 @@ def replay_prompts(
     )
     cache.on_waiting = lambda: copy_wanted(cache)
     frames: list[FromWorker] = []
-    bridge = StateBridge(engine, cache, cache.want)
+    bridge = StateBridge(engine, cache, cache.want, stays=False)  # budgets are those of memory and disk
     loop = TurnLoop(engine, bridge, frames.append, clock=lambda: now)
     tally, known = Tally(), Known()
     for at, number, prompt in interleave(sessions, lanes):

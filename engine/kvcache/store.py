@@ -180,6 +180,24 @@ class StateStore:
             self.rows.release(np.array([held.row], dtype=np.int32))
         return PageTable(held.pages, borrowed_tail=held.position % self.page_size != 0), row
 
+    def bytes_of(self, pages: int, rows: int) -> int:
+        """Bytes of so many pages and rows."""
+        return pages * self.page_size * self.kv.token_bytes + rows * self.layout.state_bytes
+
+    def own_bytes(self, held: Held) -> int:
+        """Bytes that nobody else references."""
+        pages = int(np.count_nonzero(self.pages.refs[held.pages] == 1))
+        return self.bytes_of(pages, int(held.row != NO_ROW and self.rows.refs[held.row] == 1))
+
+    def held_bytes(self) -> int:
+        """Bytes of all holds, shared pages once."""
+        if not self.holds:
+            return 0
+        used = np.zeros(self.pages.total, dtype=bool)
+        for held in self.holds.values():
+            used[held.pages] = True
+        return self.bytes_of(int(np.count_nonzero(used)), sum(held.row != NO_ROW for held in self.holds.values()))
+
     # ── to the host ────────────────────────────────────────────────────────────────────────────────────
 
     def export(self, held: Held, kv_start: int = 0) -> StateSnapshot:

@@ -16,7 +16,7 @@ OVERHEAD_BYTES = 512
 
 
 class RamTier:
-    """Segments in process memory.
+    """Segments in process memory. A part that is read-only and has its memory to itself is kept as it is, others are copied.
 
     checksums: compute xxh3_64 per part when it is stored and compare it at every read. Off by default: a read costs no pass
     over the bytes then, and ordinary memory is as trustworthy as the pages the state is used from.
@@ -55,6 +55,9 @@ class RamTier:
             raise TierFull(self.name, cost, free)
         copies: dict[str, np.ndarray] = {}
         for name, array in parts.items():
+            if _is_ours(array):
+                copies[name] = array.reshape(-1)
+                continue
             copy = np.array(array, dtype=np.uint8, order="C", copy=True).reshape(-1)
             copy.flags.writeable = False
             copies[name] = copy
@@ -104,3 +107,12 @@ class RamTier:
             return self._segments[key]
         except KeyError:
             raise SegmentBad(self.name, key, "missing") from None
+
+
+def _is_ours(array: np.ndarray) -> bool:
+    """Whether it can be kept without a copy: nobody may write to it, and it does not keep other bytes alive."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    plain = array.dtype == np.uint8 and array.flags.c_contiguous
+    return plain and root.nbytes == array.nbytes and not (root.flags.writeable or array.flags.writeable)

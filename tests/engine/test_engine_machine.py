@@ -53,7 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine.scheduler._sizes = chunk_sizes(8, 2)  # so that the gap has something to choose from
         if reclaiming:
-            self.engine.reclaim = self.reclaim
+            self.engine.set_reclaim(self.reclaim)
         self.turns: dict[str, Turn] = {}
         self.holds: dict[HoldId, list[int]] = {}
         self.count = 0

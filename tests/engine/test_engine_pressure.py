@@ -147,7 +147,7 @@ def test_the_owner_of_holds_is_asked_before_anyone_is_sent_away():
         engine.release(oldest)
         return 1
 
-    engine.reclaim = reclaim
+    engine.set_reclaim(reclaim)
     log = Log()
     for i in range(6):
         engine.submit(request(str(i), prompt(i, 20), 15))
@@ -175,7 +175,7 @@ def test_holds_that_nobody_releases_keep_a_request_waiting_until_somebody_does()
 
 def test_holds_that_the_owner_refuses_to_release_end_the_request_with_a_reason():
     engine = small(8)
-    engine.reclaim = lambda pages: 0
+    engine.set_reclaim(lambda pages: 0)
     engine.submit(request("a", prompt(1, 20), 0))
     log = run(engine)
     engine.submit(request("b", prompt(2, 24), 4))
@@ -224,7 +224,7 @@ def test_rows_of_reclaimed_holds_serve_new_cuts():
             return 1
         return 0
 
-    engine.reclaim = reclaim
+    engine.set_reclaim(reclaim)
     engine.submit(request("a", prompt(1, 200), 1, cuts=(10, 70, 130, 200), hold_at_end=False))
     log = run(engine)
     assert [c.position for c in log.cuts["a"]] == [10, 70, 130, 200]

@@ -139,7 +139,7 @@ def test_no_row_or_page_is_lost_whatever_fails_between_pass_and_hold(monkeypatch
     if where == "hold":
         monkeypatch.setattr(StateStore, "hold", failing(StateStore.hold))
     elif where == "reclaim":
-        engine.reclaim = failing(lambda pages: 0)
+        engine.set_reclaim(failing(lambda pages: 0))
     elif where == "copy":
         monkeypatch.setattr(engine.store.states, "copy", failing(engine.store.states.copy))
     elif where == "take":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,13 @@ from engine.types import (
     EngineEvent,
     EngineStats,
     Finished,
+    HeldState,
     HoldId,
     KvRun,
     ModelInfo,
     PrefillProgress,
     Request,
+    Room,
     StateComponent,
     StateLayout,
     StateSnapshot,
@@ -72,6 +74,8 @@ class FakeEngine:
         self.fail_at: tuple[str, int] | None = None
         self.nan: set[str] = set()
         self.holds: dict[HoldId, list[int]] = {}
+        self.reclaim: Callable[[int], int] | None = None
+        self.short = False
         self._ids = iter(range(1, 1 << 30))
         self._runs: dict[str, _Run] = {}
         self._pending: list[EngineEvent] = []
@@ -97,6 +101,11 @@ class FakeEngine:
         if isinstance(restore, StateSnapshot):
             self._check(restore, tokens)
             run.processed = restore.position
+        elif restore is not None:
+            held = self._get(restore)
+            if held != tokens[: len(held)]:
+                raise SnapshotMismatch("the hold is of other tokens")
+            run.processed = len(held)
         self._runs[request.id] = run
 
     def _check(self, snapshot: StateSnapshot, tokens: list[int]) -> None:
@@ -188,15 +197,42 @@ class FakeEngine:
         if self.holds.pop(hold, None) is None:
             raise UnknownHold(hold)
 
-    def copy_out(self, hold: HoldId, kv_start: int = 0) -> StateSnapshot:
-        self._call("copy_out")
+    def _get(self, hold: HoldId) -> list[int]:
         if hold not in self.holds:
             raise UnknownHold(hold)
-        tokens = self.holds[hold]
+        return self.holds[hold]
+
+    def held(self, hold: HoldId) -> HeldState:
+        tokens = self._get(hold)
+        return HeldState(len(tokens), np.asarray(tokens, np.int64), True)
+
+    @property
+    def room(self) -> Room:
+        return Room(0 if self.short else 8, 8, 8, 8, KV_BYTES, LAYOUT.state_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.own_bytes(hold) for hold in self.holds)
+
+    def own_bytes(self, hold: HoldId) -> int:
+        return len(self._get(hold)) * KV_BYTES + LAYOUT.state_bytes
+
+    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
+        self._call("copy_kv")
+        tokens = self._get(hold)
+        rows = [kv_row(i, tokens[i]) for i in range(start, stop)]
+        return np.stack(rows) if rows else np.empty((0, KV_BYTES), np.uint8)
+
+    def copy_out(self, hold: HoldId, kv_start: int = 0) -> StateSnapshot:
+        self._call("copy_out")
+        tokens = self._get(hold)
         rows = [kv_row(i, tokens[i]) for i in range(kv_start, len(tokens))]
         kv = (KvRun(kv_start, np.stack(rows)),) if rows else ()
         logits = np.full(VOCAB, float(next_token(tokens)), np.float32)
         return StateSnapshot(len(tokens), kv, {"layer.0.delta": state_of(tokens).copy()}, logits)
+
+    def set_reclaim(self, callback: Callable[[int], int]) -> None:
+        self.reclaim = callback
 
     def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None:
         self.token_bytes = table

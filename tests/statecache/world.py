@@ -131,9 +131,10 @@ def close_books(cache: StateCache) -> None:
         assert set(tier.keys()) == segments
         assert tier.used_bytes == sum(_segment_cost(tier, key) for key in segments)
     for record in kept.records.values():
-        assert kept.shelf_of(record) is not None
+        assert kept.is_anywhere(record)
     for item in cache._staging.items.values():
-        assert item.record.id not in kept.records
+        there = kept.records.get(item.record.id)
+        assert there is None or (there is item.record and kept.shelf_of(there) is None)
         assert item.base is None or item.base.in_use > 0
     assert cache._staging.used_bytes <= max(cache._staging.limit_bytes, 0)
     listed = {(s, i) for s, ids in kept.sessions.items() for i in ids}

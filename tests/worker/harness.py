@@ -21,12 +21,14 @@ MARKERS = MarkerTable(think_open=(10,), think_close=(11,), call_open=(12,), call
 class Harness:
     """clock_s: time as the loop sees it; starts now and moves only by hand. flushed: how many frames have been sent on."""
 
-    def __init__(self, *, ram_bytes: int = 1 << 20, chunk: int = 16, rows: int = 2, max_context: int = 4096) -> None:
+    def __init__(
+        self, *, ram_bytes: int = 1 << 20, chunk: int = 16, rows: int = 2, max_context: int = 4096, stays: bool = True
+    ) -> None:
         self.engine = FakeEngine(chunk=chunk, rows=rows, max_context=max_context)
         self.cache: StateCache = open_states(*namespace_of(self.engine.info, self.engine.layout), ram_bytes).cache
         self.frames: list[FromWorker] = []
         self.clock_s = time.monotonic()
-        self.bridge = StateBridge(self.engine, self.cache)
+        self.bridge = StateBridge(self.engine, self.cache, stays=stays)
         self.loop = TurnLoop(self.engine, self.bridge, self.frames.append, flush=self._flush, clock=lambda: self.clock_s)
         self.flushed = 0
         self._count = 0
@@ -73,6 +75,7 @@ class Harness:
     def run(self, steps: int = 10_000) -> None:
         """Step until the engine has nothing to do."""
         while self.engine.has_work and steps:
+            self.bridge.chore()
             self.loop.step()
             steps -= 1
 
@@ -98,9 +101,10 @@ class Harness:
 
     def assert_nothing_is_held(self) -> None:
         """Last call of a test: it empties the cache, which refuses to evict what is still in use."""
-        assert self.engine.holds == {}
         assert self.loop.running == 0
         assert self.bridge.pins == 0
+        assert len(self.engine.holds) == sum("device" in info.tiers for info in self.cache.checkpoints())
         assert all(self.cache.evict(info.id) for info in self.cache.checkpoints())
+        assert self.engine.holds == {}
         counters = self.loop.load().counters
         assert (counters["turns"], counters["holds"], counters["pins"]) == (0, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentserve.worker.messages import Cut, TurnFailed, TurnFinished
@@ -40,8 +40,9 @@ def story(h: Harness) -> dict[str, list[int]]:
 
 
 CLEAN = story(Harness())
-CACHE_CALLS = ("match", "kv_missing_from", "put", "checkpoints", "forget", "stats", "evict", "read", "release")
-ENGINE_CALLS = ("submit", "declare_cut", "cancel", "copy_out")
+CACHE_CALLS = ("match", "kv_missing_from", "put", "admit", "move", "checkpoints", "forget", "stats", "evict", "read", "release")
+ENGINE_CALLS = ("submit", "declare_cut", "cancel", "copy_out", "copy_kv")
+PLACES = ("device", "device, always short", "memory")
 
 
 def break_call(h: Harness, monkeypatch: pytest.MonkeyPatch, name: str, nth: int, error: Exception) -> None:
@@ -64,10 +65,19 @@ def break_call(h: Harness, monkeypatch: pytest.MonkeyPatch, name: str, nth: int,
     monkeypatch.setattr(owner, name, broken)
 
 
+def harness(place: str) -> Harness:
+    """Where states are: in the engine's pools, there until the next chore, or in memory at once."""
+    h = Harness(stays=place != "memory")
+    h.engine.short = place == "device, always short"
+    return h
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CACHE_CALLS)
+@settings(deadline=None)
 @given(nth=st.integers(1, 40), error=st.sampled_from([OSError(28, "disk full"), KeyError("lost"), MemoryError()]))
-def test_a_failing_cache_changes_no_answer_and_holds_nothing(name: str, nth: int, error: Exception) -> None:
-    h = Harness()
+def test_a_failing_cache_changes_no_answer_and_holds_nothing(place: str, name: str, nth: int, error: Exception) -> None:
+    h = harness(place)
     with pytest.MonkeyPatch.context() as monkeypatch:
         break_call(h, monkeypatch, name, nth, error)
         answers = story(h)
@@ -81,10 +91,12 @@ def test_a_failing_cache_changes_no_answer_and_holds_nothing(name: str, nth: int
     h.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ENGINE_CALLS)
+@settings(deadline=None)
 @given(nth=st.integers(1, 40))
-def test_a_failing_engine_call_ends_at_most_its_turn_and_holds_nothing(name: str, nth: int) -> None:
-    h = Harness()
+def test_a_failing_engine_call_ends_at_most_its_turn_and_holds_nothing(place: str, name: str, nth: int) -> None:
+    h = harness(place)
     h.engine.fail_at = (name, nth)
     answers = story(h)
     if name == "cancel":
@@ -121,7 +133,7 @@ def test_a_cancel_at_any_step_frees_everything_and_a_replay_is_right(steps: int,
 
 
 def test_a_corrupt_checkpoint_is_recomputed() -> None:
-    h = Harness()
+    h = Harness(stays=False)
     h.turn(PROMPT)
     h.run()
     real = h.engine._check

@@ -267,7 +267,7 @@ def test_without_room_for_checkpoints_turns_still_run() -> None:
 
 
 def test_a_session_pins_and_releases_its_own_checkpoints_only() -> None:
-    h = Harness(ram_bytes=60_000)
+    h = Harness(ram_bytes=60_000, stays=False)
     h.turn(PROMPT, session="mine")
     h.run()
     h.loop.pin_checkpoint(PinCheckpoint(1, "mine", "", True))

@@ -1,0 +1,259 @@
+"""From the engine's pools to the next tier: what is copied there, in pieces, and what leaves the pools when they are short.
+
+A state that stays on the device costs no copy until somebody else needs its pages, or it is to outlive the process. Copies run
+piece by piece between the engine's steps; only a shortage in the middle of a step has to finish one at once. Not thread-safe:
+StateCache calls it under its lock, from the thread that runs the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from statecache.checkpoint import PutResult, Record
+from statecache.device import Device, Resident
+from statecache.eviction import Candidate, eviction_order
+from statecache.policy import worth_copying
+from statecache.residency import Residency
+from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
+
+log = logging.getLogger(__name__)
+MOST_RESIDENTS = 512
+"""More than so many are not worth looking through when room is needed."""
+
+
+class Saves(Protocol):
+    """The part of StateCache that takes a copy."""
+
+    def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int: ...
+    def put(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload) -> PutResult: ...
+
+
+class Job:
+    """One state on its way. work() copies a piece; result is set by the last one."""
+
+    def __init__(self, saves: Saves, device: Device, resident: Resident, kv_token_bytes: int, *, leaves: bool) -> None:
+        """leaves: it is released when it is copied."""
+        self.resident = resident
+        self.leaves = leaves
+        self.result: PutResult | None = None
+        record, pools = resident.record, device.pools
+        self._saves = saves
+        self._device = device
+        self._width = max(1, kv_token_bytes)
+        self._tokens = pools.tokens(resident.hold)
+        self._at = self._start = saves.kv_missing_from(self._tokens, record.salt, record.position)
+        self._runs: list[KvRun] = []
+        self._again = True
+
+    def work(self, limit: int) -> None:
+        """Copy about `limit` bytes of KV, or all the rest once those are there."""
+        resident, pools = self.resident, self._device.pools
+        record, full = resident.record, resident.record.position // BLOCK_TOKENS * BLOCK_TOKENS
+        if self._at < full:
+            blocks = max(1, limit // (BLOCK_TOKENS * self._width))
+            stop = min(full, self._at + blocks * BLOCK_TOKENS)
+            rows = pools.rows(resident.hold, self._at, stop)
+            for start in range(0, len(rows), BLOCK_TOKENS):
+                # Of its own, so that the memory tier can keep it as it is, and free it alone.
+                self._runs.append(KvRun(self._at + start, _kept(rows[start : start + BLOCK_TOKENS].copy())))
+            self._device.copied_bytes += rows.nbytes
+            self._at = stop
+            return
+        missing = self._saves.kv_missing_from(self._tokens, record.salt, record.position)
+        if missing < self._start and self._again:  # what it builds on was evicted in the meantime
+            self._at = self._start = missing
+            self._runs, self._again = [], False
+            return
+        if self._at < record.position:
+            self._runs.append(KvRun(self._at, _kept(pools.rows(resident.hold, self._at, record.position))))
+            self._at = record.position
+        state, logits = pools.rest(resident.hold)
+        state = {name: _kept(part) for name, part in state.items()}
+        self._device.copied_bytes += sum(part.nbytes for part in state.values())
+        payload = Payload(record.position, tuple(self._runs), state, logits if resident.logits else None)
+        used_at, boundary = record.used_at, Boundary(record.position, record.kind, record.item)
+        self.result = self._saves.put(self._tokens, record.salt, boundary, payload)
+        record.used_at = used_at  # to be copied is not to be used
+
+
+def _kept(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+class Moves:
+    """copied(id): told when a checkpoint that was wanted is in the next tier."""
+
+    def __init__(self, saves: Saves, kept: Residency, device: Device, copied: Callable[[str], None]) -> None:
+        self._saves = saves
+        self._kept = kept
+        self._device = device
+        self._copied = copied
+        self.wanted: OrderedDict[str, None] = OrderedDict()
+        """Ids to be copied to the next tier, in this order."""
+        self._job: Job | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self.wanted)
+
+    def want(self, checkpoint_ids: Iterable[str]) -> None:
+        """Let those that only the device has be copied, after what waits already."""
+        for checkpoint_id in checkpoint_ids:
+            resident = self._device.residents.get(checkpoint_id)
+            if resident is not None and not self._is_below(resident):
+                self.wanted.setdefault(checkpoint_id)
+
+    def want_all(self) -> None:
+        """Everything that only the device has, most recently used first."""
+        residents = sorted(self._device.residents.values(), key=lambda r: (r.record.used_at, r.record.position), reverse=True)
+        self.want(r.record.id for r in residents)
+
+    def work(self, limit: int, short: bool) -> bool:
+        """Do one bounded piece of what is to be done; False when there is nothing.
+
+        short: the pools should have more room; then something leaves them once nothing is wanted any more.
+        """
+        job = self._job
+        if job is None or not self._is_here(job.resident):
+            job = self._job = self._next(short or len(self._device.residents) > MOST_RESIDENTS)
+        if job is None:
+            return False
+        if job.resident.record.id in self._device.residents and not (job.leaves and self._is_below(job.resident)):
+            self._piece(job, limit)
+        else:
+            job.result = PutResult(job.resident.record.id, 0, True)
+        if job.result is not None:
+            self._job = None
+            self._end(job)
+        return True
+
+    def make_room(self, nbytes: int) -> int:
+        """Release one or more states, about `nbytes` of them if possible; their number, 0 if none is left.
+
+        A running turn needs the room now: what nobody else has is copied at once if it is worth that, and goes in any case.
+        """
+        released = 0
+        for resident in self._victims():
+            if resident.readers:
+                continue
+            if not self._is_below(resident):
+                self._save_at_once(resident)
+            nbytes -= self._device.pools.own_bytes(resident.hold)
+            self._let_go(resident)
+            released += 1
+            if nbytes <= 0:
+                break
+        return released
+
+    def out(self, record: Record) -> PutResult:
+        """Copy one to the next tier and release it, now."""
+        resident, result = self._device.residents[record.id], None
+        if not self._is_below(resident):
+            result = self._save_at_once(resident, always=True)
+        shelf = self._kept.shelf_of(record)
+        self._let_go(resident)
+        return result or PutResult(record.id, 0, True, tier=None if shelf is None else shelf.tier.name)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _is_here(self, resident: Resident) -> bool:
+        return self._device.residents.get(resident.record.id) is resident
+
+    def _is_below(self, resident: Resident) -> bool:
+        """Another tier has all of it."""
+        shelf = self._kept.shelf_of(resident.record)
+        return shelf is not None and (not resident.logits or shelf.holdings[resident.record.id].logits_key is not None)
+
+    def _next(self, short: bool) -> Job | None:
+        while self.wanted:
+            resident = self._device.residents.get(next(iter(self.wanted)))
+            if resident is not None and not self._is_below(resident):
+                return self._job_of(resident, leaves=False)
+            self._told(next(iter(self.wanted)))
+        if short:
+            for resident in self._victims():
+                if not resident.readers and not resident.stuck:
+                    return self._job_of(resident, leaves=True)
+        return None
+
+    def _job_of(self, resident: Resident, *, leaves: bool) -> Job:
+        return Job(self._saves, self._device, resident, self._kept.shelves[0].layout.kv_token_bytes, leaves=leaves)
+
+    def _piece(self, job: Job, limit: int) -> None:
+        try:
+            job.work(limit)
+        except Exception as error:
+            # Its bytes are still here; what failed is the copy.
+            log.warning("state not copied from the device position=%d", job.resident.record.position, exc_info=True)
+            job.result = PutResult(None, 0, False, str(error))
+
+    def _end(self, job: Job) -> None:
+        assert job.result is not None
+        record = job.resident.record
+        if job.result.checkpoint_id is None:
+            job.resident.stuck = True
+            self.wanted.pop(record.id, None)
+        else:
+            self._told(record.id)
+            if job.leaves and not job.resident.readers and self._is_here(job.resident):
+                self._let_go(job.resident)
+
+    def _told(self, checkpoint_id: str) -> None:
+        if self.wanted.pop(checkpoint_id, self) is None:
+            self._copied(checkpoint_id)
+
+    def _save_at_once(self, resident: Resident, *, always: bool = False) -> PutResult | None:
+        """None: it was not worth it."""
+        record = resident.record
+        fallback = next((p for p, mark in self._kept.index.above(record.id) if mark in self._kept.records), 0)
+        wanted = record.pins or record.id in self.wanted
+        layout, tokens = self._kept.shelves[0].layout, record.position - fallback
+        nbytes = tokens * layout.kv_token_bytes + sum(size for _, size in layout.state)
+        if not (always or wanted or worth_copying(tokens, nbytes, self._kept.policy)):
+            return None
+        job = self._job if self._job is not None and self._job.resident is resident else None
+        try:
+            job = job or self._job_of(resident, leaves=True)
+            while job.result is None:
+                job.work(1 << 30)
+            if job.result.checkpoint_id is not None:
+                self._told(record.id)
+            return job.result
+        except Exception as error:
+            log.warning("state not copied from the device position=%d", record.position, exc_info=True)
+            return PutResult(None, 0, False, str(error))
+
+    def _let_go(self, resident: Resident) -> None:
+        record = resident.record
+        if self._job is not None and self._job.resident is resident:
+            self._job = None
+        self.wanted.pop(record.id, None)
+        self._device.dropped += self._kept.shelf_of(record) is None
+        self._kept.leave_device(record)
+
+    def _victims(self) -> Iterator[Resident]:
+        """First to go first. What is pinned or expected soon comes last: it may have to go, since running turns do not wait."""
+        now, residents = self._kept.clock(), self._device.residents
+        candidates: list[Candidate] = []
+        for resident in residents.values():
+            record = resident.record
+            fallback = next((p for p, mark in self._kept.index.above(record.id) if mark in self._kept.records), 0)
+            candidates.append(
+                Candidate(
+                    record.id,
+                    record.kind,
+                    max(0, int(now - record.used_at)),
+                    record.hits,
+                    record.position - fallback,
+                    self._device.pools.own_bytes(resident.hold),
+                )
+            )
+        order = eviction_order(candidates, self._kept.policy)
+        order.sort(key=lambda checkpoint_id: bool(residents[checkpoint_id].record.pins))
+        return iter([residents[checkpoint_id] for checkpoint_id in order])
