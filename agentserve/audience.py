@@ -92,7 +92,10 @@ class Audience:
 
     @property
     def pressed(self) -> bool:
-        return any(one.live and one.sink.pressed for one in self._listeners)
+        for one in self._listeners:  # noqa: SIM110  asked for every token: a generator costs more than the answer
+            if one.live and one.sink.pressed:
+                return True
+        return False
 
     @property
     def full(self) -> bool:

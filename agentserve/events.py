@@ -32,6 +32,9 @@ IN_PROGRESS, QUEUED, OPENED, CLOSED = 0, -1, -2, -3
 Cut = int | ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport
 """What was sent after `created`: one of the four above, a delta of so many characters, or one of our own events."""
 
+PIECES = (TextDelta, ReasoningDelta, CallDelta)
+"""Deltas that add text to an item."""
+
 
 def new_id(prefix: str) -> str:
     """A fresh id like `msg_…`, unique over all sessions (120 random bits)."""
@@ -157,14 +160,15 @@ class ResponseEvents:
 
     def write(self, delta: Delta, logprobs: Sequence[Any] = ()) -> None:
         """One delta; an empty one is none. A change of kind closes the open item. logprobs: of the text in this delta."""
-        if isinstance(delta, TextDelta | ReasoningDelta | CallDelta) and not delta.text:
+        if isinstance(delta, PIECES) and not delta.text:
             return
         if type(delta) is TextDelta:
             if self._open != "message":
                 self._open_message()
             self._add(delta.text)
             marks = tuple(logprobs)
-            self._logprobs.extend(marks)
+            if marks:
+                self._logprobs.extend(marks)
             self._put(
                 ev.OutputTextDelta(
                     sequence_number=self.order.advance("response.output_text.delta"),

@@ -81,33 +81,28 @@ class Rendered:
     grammar: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallOpen:
+class CallOpen(msgspec.Struct, frozen=True):
     """A tool call has begun and its name is known. custom: the tool takes free text, so `input` instead of `arguments`."""
 
     name: str
     custom: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """More of the call's arguments, as JSON text (or free text of a custom tool)."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallClose:
+class CallClose(msgspec.Struct, frozen=True):
     """The call is whole."""
 
 

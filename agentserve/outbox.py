@@ -14,6 +14,7 @@ class Outbox:
     """Queue of payloads between turns and a socket.
 
     max_bytes, max_events: where it is full. slow_s: how long it may stay full, or not move at all, before `on_slow` is called.
+    full: nothing more should be put before `room` returns.
     write: hands a payload to the socket and returns True, or returns False if it would have to wait.
     """
 
@@ -39,16 +40,13 @@ class Outbox:
         self._timer: asyncio.TimerHandle | None = None
         self._moved_at = 0.0
         self._full_since: float | None = None
+        self.full = False
         self.closed = False
 
     @property
     def pressed(self) -> bool:
         """An eighth full: time to join deltas."""
         return bool(self._queue) and (len(self._queue) * 8 >= self._max_events or self._bytes * 8 >= self._max_bytes)
-
-    @property
-    def full(self) -> bool:
-        return not self._has_room.is_set()
 
     def put(self, payload: bytes) -> None:
         """Send or queue; after `close` it is dropped. Never blocks, so a few small events may overshoot the bound."""
@@ -61,7 +59,8 @@ class Outbox:
         if self._timer is None:
             self._moved_at = loop.time()
             self._timer = loop.call_later(self._slow_s, self._look)
-        if self._has_room.is_set() and (len(self._queue) >= self._max_events or self._bytes >= self._max_bytes):
+        if not self.full and (len(self._queue) >= self._max_events or self._bytes >= self._max_bytes):
+            self.full = True
             self._has_room.clear()
             self._full_since = loop.time()
 
@@ -84,7 +83,8 @@ class Outbox:
             return
         self._bytes -= len(self._queue.popleft())
         self._moved_at = asyncio.get_running_loop().time()
-        if not self._has_room.is_set() and len(self._queue) * 2 <= self._max_events and self._bytes * 2 <= self._max_bytes:
+        if self.full and len(self._queue) * 2 <= self._max_events and self._bytes * 2 <= self._max_bytes:
+            self.full = False
             self._has_room.set()
             self._full_since = None
 
@@ -94,6 +94,7 @@ class Outbox:
         if drop:
             self._queue.clear()
             self._bytes = 0
+        self.full = False
         self._has_room.set()
         self._filled.set()
         if self._timer is not None:

@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 
 from agentserve.audience import Sink
-from agentserve.events import ResponseEvents
-from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, StreamParser, TextDelta
+from agentserve.events import PIECES, ResponseEvents
+from agentserve.interfaces import CallClose, CallOpen, Delta, ReasoningDelta, StreamParser, TextDelta
 from agentserve.stops import StopText
 from agentserve.worker.messages import Tokens
 from statecache.types import MarkerTable
 
-MERGEABLE = (TextDelta, ReasoningDelta, CallDelta)
 MAX_HELD = 16_384
 """Characters that wait to be joined to one delta while the reader is slow; then they take their place in its queue."""
 
@@ -118,13 +117,13 @@ class TokenStream:
         """Send it, or join it to what waits."""
         held = self._held
         if held is not None:
-            if type(delta) is type(held) and isinstance(held, MERGEABLE) and isinstance(delta, MERGEABLE):
+            if type(delta) is type(held) and isinstance(held, PIECES) and isinstance(delta, PIECES):
                 self._held = type(held)(held.text + delta.text)
                 if len(held.text) >= MAX_HELD or not self._sink.pressed:
                     self.flush()
                 return
             self.flush()
-        if isinstance(delta, MERGEABLE) and self._sink.pressed:
+        if isinstance(delta, PIECES) and self._sink.pressed:
             self._held = delta
             return
         self._emit(delta)

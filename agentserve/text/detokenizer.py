@@ -13,11 +13,19 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = False
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if not self._unfinished:
+            text = self._tokenizer.token_text(token_id)
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._unfinished = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
+        self._unfinished = False
         text = self._decoder.decode(b"", True)
         self._decoder.reset()
         return text

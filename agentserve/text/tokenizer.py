@@ -70,6 +70,8 @@ class Tokenizer:
         self.vocab_size: int = self._plain.get_vocab_size(with_added_tokens=True)
         self.marker_by_id: Mapping[int, Marker] = {m.id: m for m in self.markers.values()}
         self._bytes = byte_table(self._plain, spec, self.marker_by_id)
+        self._texts: dict[int, str | None] = {}
+        """Of tokens that were asked for."""
         self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._cached_ids = 0
         self._lock = threading.Lock()
@@ -104,6 +106,18 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token, which may be part of a character; empty for an id outside the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def token_text(self, token_id: int) -> str | None:
+        """Text of one token, None if it has bytes of an unfinished or broken character."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, markers included; broken UTF-8 becomes U+FFFD."""

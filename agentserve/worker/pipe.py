@@ -42,6 +42,8 @@ class FrameSplitter:
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
         """Return the complete payloads, in order. The views are valid until the next call. Raises FrameTooLong."""
+        if not self._rest and len(data) > HEADER.size and HEADER.unpack_from(data)[0] == len(data) - HEADER.size:
+            return [memoryview(data)[HEADER.size :]]  # one whole frame, as a paced stream sends them
         if self._rest:
             self._rest += data
             data = self._rest

@@ -242,7 +242,7 @@ class Supervisor:
             await process.wait()
 
     def _receive(self, frame: FromWorker) -> None:
-        if isinstance(frame, Hello) and frame.version != PROTOCOL_VERSION:
+        if type(frame) is Hello and frame.version != PROTOCOL_VERSION:
             self.client.failure = f"worker speaks pipe version {frame.version}, this server {PROTOCOL_VERSION}"
             if self._pipe is not None:
                 self._pipe.close()
