@@ -90,8 +90,12 @@ def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]
         yield from _dense(geometry, make, tokens)
         yield from _decode_attention(geometry, make, tokens)
         yield from _recurrent(geometry, make, [1] * tokens)
+        yield from _admission(geometry, make, tokens)
+        yield from _experts(geometry, make, tokens)
+        yield from _handoff(geometry, make, tokens)
     yield from _prefill_attention(geometry, make)
     yield from _recurrent(geometry, make, [geometry.prefill])
+    yield from _union(geometry, make)
 
 
 def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
@@ -104,7 +108,7 @@ def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     normed = make.empty(tokens, g.hidden)
     run = partial(ops.add_norm, residual, delta, norm, 1e-6, normed)
     yield Case(f"add_norm t{tokens}", run, size(residual, residual, delta, normed))
-    scores, ids, weights = make.values(tokens, g.experts + 1, dtype=f32), make.ints([[0] * g.top_k] * tokens), None
+    scores, ids = make.values(tokens, g.experts + 1, dtype=f32), make.ints([[0] * g.top_k] * tokens)
     weights = make.empty(tokens, g.top_k, dtype=f32)
     yield Case(f"route t{tokens}", partial(ops.route, scores, g.experts, True, None, ids, weights), size(scores, ids, weights))
     table, ids = make.values(g.vocab, g.hidden), make.ints([0] * tokens)
@@ -179,3 +183,105 @@ def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
     flops = 6 * tokens * states[0].numel()
     yield Case(f"delta {name}", run, size(x, y, states, states), flops)
     yield Case(f"delta with cuts {name}", partial(run, cuts=cuts), size(x, y, states, states), flops)
+
+
+@dataclass(slots=True)
+class Slots:
+    """As much of a slot cache's state as admission asks for: empty, in every policy's shape."""
+
+    layers: int
+    experts: int
+    slot_for_id: torch.Tensor
+    id_of_slot: torch.Tensor
+    last_use: torch.Tensor
+    heat: torch.Tensor
+    residents: torch.Tensor
+    step: torch.Tensor
+    totals: torch.Tensor
+    round_ids: torch.Tensor
+    round_left: torch.Tensor
+    pinned_ids: int
+    policy: str
+    floor: int
+
+
+def _slots(g: Geometry, make: Maker, policy: str) -> Slots:
+    def fill(value: int, n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((n,), value, dtype=dtype, device=make.device)
+
+    ids, long = g.layers * g.experts, torch.int64
+    slots = (fill(-1, ids), fill(-1, g.slots), fill(0, g.slots, long), fill(0, g.slots), fill(0, g.layers))
+    counters = (fill(0, 1, long), fill(0, 4, long), fill(-1, g.experts), fill(0, 1))
+    return Slots(g.layers, g.experts, *slots, *counters, ids, policy, g.slots // g.layers // 2)
+
+
+def _routes(g: Geometry, make: Maker, tokens: int) -> torch.Tensor:
+    """Distinct random experts for each token."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.rand(tokens, g.experts, generator=generator).topk(g.top_k).indices.int().to(make.device)
+
+
+def _admission(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    ids, table = _routes(g, make, tokens), make.ints(list(range(g.experts + 1)))
+    outputs, work = [make.empty(*ids.shape, dtype=torch.int32) for _ in range(3)], make.ints([[0, 0]] * g.experts)
+    counts = make.ints([0] * 4)
+    for policy in ("lru", "lru_floor", "frequency"):
+        state = _slots(g, make, policy)
+        run = partial(ops.admit, state, 0, ids, table, *outputs, work, counts)
+        yield Case(f"admit {policy} t{tokens}", run, size(state.id_of_slot, state.last_use))
+
+
+def _union(g: Geometry, make: Maker) -> Iterator[Case]:
+    ids, state = _routes(g, make, g.prefill), _slots(g, make, "lru_floor")
+    slot_of, cpu = make.ints([0] * g.experts), make.empty(*ids.shape, dtype=torch.int32)
+    work, counts = make.ints([[0, 0]] * g.experts), make.ints([0] * 4)
+    for first in (True, False):
+        run = partial(ops.union, state, 0, ids, 64, 2, first, slot_of, cpu, work, counts)
+        yield Case(f"union {'first' if first else 'later'}", run, size(ids, cpu) if first else 0)
+
+
+def _record(g: Geometry, make: Maker, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down as views of records, one a row: as a slot pool holds them."""
+    values = memory.view(make.dtype)
+    split = 2 * g.inter * g.hidden
+    gate_up = values[:, :split].unflatten(1, (2 * g.inter, g.hidden))
+    return gate_up, values[:, split : split + g.inter * g.hidden].unflatten(1, (g.hidden, g.inter))
+
+
+def _record_bytes(g: Geometry, make: Maker) -> int:
+    return -(-3 * g.inter * g.hidden * make.dtype.itemsize // 4096) * 4096
+
+
+def _experts(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    slots = min(g.slots, tokens * g.top_k * 8)
+    record = _record_bytes(g, make)
+    memory = make.values(slots, record // make.dtype.itemsize).view(torch.uint8)
+    ids = make.ints([[(t * g.top_k + j) * 7 % slots for j in range(g.top_k)] for t in range(tokens)])
+    weights = make.values(tokens, g.top_k, dtype=torch.float32)
+    x, inner = make.values(tokens, g.hidden), make.empty(tokens * g.top_k, g.inter)
+    out = make.empty(tokens, g.hidden, dtype=torch.float32)
+    run = partial(ops.slot_experts, x, ids, weights, *_record(g, make, memory), inner, out, False)
+    pairs = ids.numel()
+    yield Case(f"slot_experts t{tokens}", run, pairs * record, 6 * pairs * g.inter * g.hidden)
+    if tokens == 1:
+        bank = make.empty(8, record, dtype=torch.uint8)
+        if make.device == "cuda":
+            bank = torch.empty(8, record, dtype=torch.uint8, pin_memory=True)
+        work, counts = make.ints([[i, i] for i in range(4)]), make.ints([4, 0, 0, 0])
+        yield Case("fetch 4 records", partial(ops.fetch, bank, memory, work, counts), 4 * record)
+
+
+def _handoff(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    x, ids = make.values(tokens, g.hidden), _routes(g, make, tokens)
+    weights, counts, epoch = make.values(tokens, g.top_k, dtype=torch.float32), make.ints([0, 1, 0, 0]), make.ints([0])
+
+    def mapped(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True) if make.device == "cuda" else torch.empty_like(like)
+
+    request, reply = mapped(make.ints([0] * 16)), mapped(make.ints([0] * 16))
+    run = partial(ops.publish, x, ids, weights, counts, epoch, 0, request, mapped(x), mapped(ids), mapped(weights))
+    yield Case(f"publish t{tokens}", run, size(x, ids, weights))
+    if make.device != "meta":
+        reply.zero_()
+    run = partial(ops.wait_reply, counts, make.ints([0]), reply, 1_000_000, make.ints([0] * 4))
+    yield Case(f"wait_reply t{tokens}", run, 64)

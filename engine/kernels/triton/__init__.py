@@ -7,27 +7,37 @@ with a row stride; the last dimension is contiguous. Without a GPU they run on C
 
 from __future__ import annotations
 
+from engine.kernels.triton.admission import admit, union
 from engine.kernels.triton.attention import decode_attention, decode_scratch, prefill_attention
 from engine.kernels.triton.conv import conv
 from engine.kernels.triton.delta import delta
+from engine.kernels.triton.fetch import fetch
+from engine.kernels.triton.handoff import publish, wait_reply
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
 from engine.kernels.triton.prepare import attend_prepare
 from engine.kernels.triton.route import route
 from engine.kernels.triton.rows import gather, merge, silu_mul
+from engine.kernels.triton.slot_experts import slot_experts
 
 __all__ = [
     "add_norm",
+    "admit",
     "attend_prepare",
     "conv",
     "decode_attention",
     "decode_scratch",
     "delta",
+    "fetch",
     "gated_norm",
     "gather",
     "linear",
     "merge",
     "prefill_attention",
+    "publish",
     "route",
     "silu_mul",
+    "slot_experts",
+    "union",
+    "wait_reply",
 ]

@@ -81,11 +81,13 @@ def experts_gemv(inter: int, hidden: int) -> tuple[Tile, Tile]:
     return Tile(1, 8, min(1024, power(hidden)), warps=4), Tile(1, 16, min(512, power(inter)), warps=8)
 
 
-def experts_few(inter: int, hidden: int, itemsize: int) -> tuple[Tile, Tile]:
-    """Decode with 2 … 16 tokens: gate·up, then down."""
+def experts_few(inter: int, hidden: int, tokens: int, itemsize: int) -> tuple[Tile, Tile]:
+    """Decode with more tokens, 16 … 64 in a block: gate·up, then down."""
+    rows = max(16, min(64, power(tokens)))
+    depth = 512 // itemsize if rows == 16 else 256 // itemsize
     return (
-        Tile(16, 16, min(256 * 2 // itemsize, max(16, power(hidden))), warps=4, stages=3),
-        Tile(16, 16, min(512 * 2 // itemsize, max(16, power(inter))), warps=4, stages=3),
+        Tile(rows, 16, min(depth, max(16, power(hidden))), warps=4, stages=3),
+        Tile(rows, 16, min(2 * depth, max(16, power(inter))), warps=4, stages=3),
     )
 
 

@@ -1,0 +1,339 @@
+"""Which experts of a layer get slots: the integer policies of engine/moe (dispatch.py, slots.py) in one block on the device.
+
+Everything is a vector over the layer's experts or over the slots, held in registers; victims are taken one after another, each
+by a minimum over all slots, as the policies are defined. Integers only, so the result equals the policies' to the bit. Within
+the block, one thread's store is read by another only across a barrier.
+"""
+
+from __future__ import annotations
+
+# Kernel bodies are Triton's language, which only looks like Python to a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.errors import ShapeMismatch
+from engine.kernels.triton import config
+from engine.kernels.triton.base import launch, workspace
+
+_POLICIES = {"lru": 0, "lru_floor": 1, "frequency": 2}
+_MOST_EXPERTS, _MOST_SLOTS = 1024, 32768
+_ADMIT_PAIRS = 16
+_COUNT_PAIRS = 512
+
+_NEVER = tl.constexpr(2**62)
+_ABSENT = tl.constexpr(2**30)
+
+
+class SlotState(Protocol):
+    """The slot cache's maps as tensors on one device.
+
+    slot_for_id: int32 [layers · experts], −1 = none. id_of_slot: int32 [slots], −1 = free, −2 = lent to a ring. last_use: int64
+    [slots]. heat: int32 [slots]. residents: int32 [layers]. step: int64 [1]. totals: int64 [4], fetches, CPU experts, hits,
+    misses. round_ids: int32 [experts], round_left: int32 [1]: what waits for a later round of `union`. Flat ids from
+    pinned_ids on are never fetched. policy, floor: as in moe/slots.py.
+    """
+
+    layers: int
+    experts: int
+    slot_for_id: torch.Tensor
+    id_of_slot: torch.Tensor
+    last_use: torch.Tensor
+    heat: torch.Tensor
+    residents: torch.Tensor
+    step: torch.Tensor
+    totals: torch.Tensor
+    round_ids: torch.Tensor
+    round_left: torch.Tensor
+    pinned_ids: int
+    policy: str
+    floor: int
+
+
+@triton.jit
+def _aged(heat, idle):
+    """Uses, halved for every 64 idle steps."""
+    return heat >> tl.minimum(idle // 64, 31).to(tl.int32)
+
+
+@triton.jit
+def _hit(slot_for_id, last_use, heat, base, e, active, now):
+    """The slot of each active expert that has one (else −1), touched."""
+    slot = tl.load(slot_for_id + base + e, mask=active, other=-1)
+    hit = slot >= 0
+    idle = now - tl.load(last_use + slot, mask=hit, other=0)
+    used = _aged(tl.load(heat + slot, mask=hit, other=0), idle) + 1
+    tl.debug_barrier()
+    tl.store(heat + slot, used, mask=hit)
+    tl.store(last_use + slot, now + tl.zeros_like(idle), mask=hit)
+    return slot
+
+
+@triton.jit
+def _take(
+    queue, wanted, slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now, slots, layers, experts, floor,
+    FIRST: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Give slots to the first `wanted` experts of queue, in order, while there are victims.
+
+    FIRST: slots used in this step have experts that are needed, and stay. Returns how many got one, and each expert's slot.
+    """
+    e, s, every = tl.arange(0, EP), tl.arange(0, SP), tl.arange(0, LP)
+    owner = tl.load(id_of_slot + s, mask=s < slots, other=-2)
+    use = tl.load(last_use + s, mask=s < slots, other=0)
+    free, owned = owner == -1, owner >= 0
+    home = tl.where(owned, owner // experts, -1)
+    # Free slots first, in order; then the longest unused, then the lowest.
+    key = tl.where(free, s.to(tl.int64), (use + 1) * SP + s)
+    eligible = free | owned
+    if FIRST:
+        eligible = free | (owned & (use < now))
+    key = tl.where(eligible, key, _NEVER)
+    aged = tl.where(free, -1, _aged(tl.load(heat + s, mask=s < slots, other=0), now - use))
+    left = tl.load(residents + every, mask=every < layers, other=0)
+    crowd = tl.load(residents + home, mask=owned, other=0)
+    tl.debug_barrier()
+    given = tl.full((EP,), -1, tl.int32)
+    done, going = 0, 1
+    while (done < wanted) & (going > 0):
+        best = key
+        if POLICY == 1:
+            best = tl.where(free | (home == layer) | (crowd > floor), key, _NEVER)
+        if POLICY == 2:
+            coldest = tl.min(tl.where(key < _NEVER, aged, 2147483647), 0)
+            best = tl.where(aged == coldest, key, _NEVER)
+        lowest = tl.min(best, 0)
+        going = tl.where(lowest < _NEVER, 1, 0)
+        if going > 0:
+            slot = (lowest % SP).to(tl.int32)
+            expert = tl.load(queue + done)
+            old = tl.max(tl.where(s == slot, owner, -1), 0)
+            tl.store(slot_for_id + old, -1, mask=old >= 0)
+            tl.store(slot_for_id + base + expert, slot)
+            tl.store(id_of_slot + slot, base + expert)
+            tl.store(last_use + slot, now)
+            tl.store(heat + slot, 1)
+            tl.store(work + 2 * done, base + expert)
+            tl.store(work + 2 * done + 1, slot)
+            lost = tl.where(old >= 0, old // experts, -1)
+            left += tl.where(every == layer, 1, 0) - tl.where(every == lost, 1, 0)
+            crowd -= tl.where(home == lost, 1, 0)
+            key = tl.where(s == slot, _NEVER, key)
+            given = tl.where(e == expert, slot, given)
+            done += 1
+    tl.store(residents + every, left, mask=every < layers)
+    return done, given
+
+
+@triton.jit
+def _line_up(queue, order, waiting, experts, EP: tl.constexpr):
+    """Write the waiting experts to queue by rising order (distinct), −1 behind them. Returns their number."""
+    e = tl.arange(0, EP)
+    before = tl.where(waiting[:, None] & (order[:, None] < order[None, :]), 1, 0)
+    rank = tl.sum(before, 0)
+    count = tl.sum(tl.where(waiting, 1, 0), 0)
+    tl.store(queue + e, -1 + tl.zeros((EP,), tl.int32), mask=(e >= count) & (e < experts))
+    tl.store(queue + rank, e, mask=waiting)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _admit(
+    ids, table, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, queue,
+    resident, fetched, cpu, work, counts,
+    pairs, experts, slots, layers, layer, entries, room, pinned, floor,
+    POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    e, p, four = tl.arange(0, EP), tl.arange(0, PAIRS), tl.arange(0, 4)
+    base = layer * experts
+    now = tl.load(step) + 1
+    first = tl.full((EP,), _ABSENT, tl.int32)
+    for start in range(0, pairs, PAIRS):
+        chosen = tl.load(ids + start + p, mask=start + p < pairs, other=-1)
+        where = tl.where(chosen[:, None] == e[None, :], (start + p)[:, None], _ABSENT)
+        first = tl.minimum(first, tl.min(where, 0))
+    active = (first < _ABSENT) & (e < experts)
+    slot = _hit(slot_for_id, last_use, heat, base, e, active, now)
+    miss = active & (slot < 0)
+    misses = tl.sum(tl.where(miss, 1, 0), 0)
+    hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
+    quota = tl.minimum(tl.load(table + tl.minimum(misses, entries - 1)), room)
+    waiting = _line_up(queue, first, miss & (base + e < pinned), experts, EP)
+    taken, given = _take(
+        queue, tl.minimum(quota, waiting), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
+        slots, layers, experts, floor, True, POLICY, EP, SP, LP,
+    )  # fmt: skip
+    # One number for each expert: its slot times four, plus where it runs (0 resident, 1 fetched, 2 CPU).
+    code = tl.where(slot >= 0, slot * 4, tl.where(given >= 0, given * 4 + 1, 2))
+    for start in range(0, pairs, PAIRS):
+        inside = start + p < pairs
+        chosen = tl.load(ids + start + p, mask=inside, other=-1)
+        mine = tl.sum(tl.where(chosen[:, None] == e[None, :], code[None, :], 0), 1)
+        kind = tl.where(chosen >= 0, mine % 4, 3)
+        tl.store(resident + start + p, tl.where(kind == 0, mine // 4, -1), mask=inside)
+        tl.store(fetched + start + p, tl.where(kind == 1, mine // 4, -1), mask=inside)
+        tl.store(cpu + start + p, tl.where(kind == 2, chosen, -1), mask=inside)
+    result = tl.where(four == 0, taken, tl.where(four == 1, misses - taken, tl.where(four == 2, hits, misses)))
+    tl.store(counts + four, result)
+    tl.store(totals + four, tl.load(totals + four) + result)
+    tl.debug_barrier()
+    tl.store(step, now)
+
+
+@triton.jit
+def _count(ids, sums, pairs, E: tl.constexpr, EP: tl.constexpr, SPAN: tl.constexpr, PAIRS: tl.constexpr):
+    """sums[block, e]: pairs of this block of SPAN that chose e."""
+    e, p = tl.arange(0, EP), tl.arange(0, PAIRS)
+    total = tl.zeros((EP,), tl.int32)
+    for start in range(0, SPAN, PAIRS):
+        at = tl.program_id(0) * SPAN + start + p
+        chosen = tl.load(ids + at, mask=at < pairs, other=-1)
+        total += tl.sum(tl.where(chosen[:, None] == e[None, :], 1, 0), 0)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * E + e, total, mask=e < E)
+
+
+@triton.jit
+def _union(
+    sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, on_cpu, slot_of, work,
+    counts, blocks, experts, slots, layers, layer, limit, cpu_below, pinned, floor,
+    FIRST: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    e, four = tl.arange(0, EP), tl.arange(0, 4)
+    base = layer * experts
+    now = tl.load(step)
+    slot = tl.full((EP,), -1, tl.int32)
+    result = tl.where(four == 0, 0, tl.load(counts + four))
+    if FIRST:
+        now += 1
+        tokens = tl.zeros((EP,), tl.int32)
+        row = tl.arange(0, 16)[:, None]
+        for block in range(0, blocks, 16):
+            inside = (block + row < blocks) & (e < experts)[None, :]
+            tokens += tl.sum(tl.load(sums + (block + row) * experts + e[None, :], mask=inside, other=0), 0)
+        active = tokens > 0
+        slot = _hit(slot_for_id, last_use, heat, base, e, active, now)
+        miss = active & (slot < 0)
+        left_out = miss & ((tokens <= cpu_below) | (base + e >= pinned))
+        tl.store(on_cpu + e, tl.where(left_out, 1, 0), mask=e < experts)
+        # Most tokens first, then the lowest id.
+        _line_up(round_ids, e - tokens.to(tl.int64) * EP, miss & ~left_out, experts, EP)
+        other = tl.sum(tl.where(left_out, 1, 0), 0)
+        hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
+        misses = tl.sum(tl.where(miss, 1, 0), 0)
+        result = tl.where(four == 0, 0, tl.where(four == 1, other, tl.where(four == 2, hits, misses)))
+    queued = tl.load(round_ids + e, mask=e < experts, other=-1)
+    waiting = tl.sum(tl.where(queued >= 0, 1, 0), 0)
+    taken, given = _take(
+        round_ids, tl.minimum(limit, waiting), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
+        slots, layers, experts, floor, FIRST, POLICY, EP, SP, LP,
+    )  # fmt: skip
+    tl.store(slot_of + e, tl.where(given >= 0, given, slot), mask=e < experts)
+    rest = tl.load(round_ids + taken + e, mask=taken + e < experts, other=-1)
+    tl.debug_barrier()
+    tl.store(round_ids + e, rest, mask=e < experts)
+    tl.store(round_left, waiting - taken)
+    result = tl.where(four == 0, taken, result)
+    tl.store(counts + four, result)
+    added = result
+    if not FIRST:
+        added = tl.where(four == 0, result, 0)
+    tl.store(totals + four, tl.load(totals + four) + added)
+    tl.debug_barrier()
+    tl.store(step, now)
+
+
+@triton.jit
+def _mark_cpu(ids, on_cpu, cpu, pairs, SPAN: tl.constexpr):
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    chosen = tl.load(ids + at, mask=at < pairs, other=-1)
+    marked = tl.load(on_cpu + chosen, mask=chosen >= 0, other=0) > 0
+    tl.store(cpu + at, tl.where(marked, chosen, -1), mask=at < pairs)
+
+
+def admit(
+    state: SlotState,
+    layer: int,
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    resident: torch.Tensor,
+    fetched: torch.Tensor,
+    cpu: torch.Tensor,
+    work: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """One decode step of one layer: dispatch.plan_decode, and the new owners set.
+
+    ids: int32 [T, k], −1 = padding. table: int32 [n], how many of m misses to fetch (its last entry serves every larger m).
+    Out: resident, fetched (slots) and cpu (experts), int32 [T, k] with −1 elsewhere; work: int32 [W, 2], (flat id, slot) of
+    the fetches, at most W; counts: int32 [4], fetches, CPU experts, hits, misses. The fetch must be joined before anything
+    else reads the maps.
+    """
+    for name, part in (("ids", ids), ("resident", resident), ("fetched", fetched), ("cpu", cpu), ("work", work)):
+        if not part.is_contiguous() or (name != "work" and part.shape != ids.shape):
+            raise ShapeMismatch(f"admit: {name} is {list(part.shape)}, ids {list(ids.shape)}, all contiguous")
+    queue = workspace("admission queue", state.experts, torch.int32, ids)
+    launch(
+        _admit, (1,),
+        ids, table, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
+        queue, resident, fetched, cpu, work, counts,
+        ids.numel(), state.experts, len(state.id_of_slot), state.layers, layer, len(table), len(work), state.pinned_ids,
+        state.floor, PAIRS=_ADMIT_PAIRS, **_shape(state),
+    )  # fmt: skip
+
+
+def union(
+    state: SlotState,
+    layer: int,
+    ids: torch.Tensor,
+    limit: int,
+    cpu_below: int,
+    first: bool,
+    slot_of: torch.Tensor,
+    cpu: torch.Tensor,
+    work: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """One round of fetching what a prefill batch routes to.
+
+    ids: int32 [T, k]. The first round counts the step: residents are hit; misses of at most cpu_below tokens (or not pinned)
+    are left to the CPU; the others queue, most tokens first, then the lowest id. Each round gives slots to at most
+    min(limit, W) of them, while there are victims; the first never takes one that ids uses, later ones may (it has been
+    computed by then). slot_of: int32 [experts], the slots that can be computed after this round, −1 elsewhere. cpu: int32
+    [T, k], written in the first round. work, counts: as in `admit`.
+    """
+    if not (ids.is_contiguous() and cpu.is_contiguous() and work.is_contiguous()) or cpu.shape != ids.shape:
+        raise ShapeMismatch(f"union: cpu is {list(cpu.shape)}, ids {list(ids.shape)}, both contiguous")
+    pairs, shape = ids.numel(), _shape(state)
+    blocks = triton.cdiv(pairs, _COUNT_PAIRS)
+    sums = workspace("union counts", blocks * state.experts, torch.int32, ids)
+    on_cpu = workspace("union on cpu", state.experts, torch.int32, ids)
+    if first:
+        launch(_count, (blocks,), ids, sums, pairs, E=state.experts, EP=shape["EP"], SPAN=_COUNT_PAIRS, PAIRS=16, num_warps=8)
+    launch(
+        _union, (1,),
+        sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
+        state.round_ids, state.round_left, on_cpu, slot_of, work, counts,
+        blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)), cpu_below, state.pinned_ids,
+        state.floor, FIRST=first, **shape,
+    )  # fmt: skip
+    if first:
+        launch(_mark_cpu, (triton.cdiv(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)
+
+
+def _shape(state: SlotState) -> dict[str, int]:
+    slots = len(state.id_of_slot)
+    if state.experts > _MOST_EXPERTS or slots > _MOST_SLOTS:
+        raise ShapeMismatch(
+            f"{state.experts} experts in a layer and {slots} slots; admission holds {_MOST_EXPERTS} and {_MOST_SLOTS}"
+        )
+    return {
+        "POLICY": _POLICIES[state.policy],
+        "EP": config.power(state.experts),
+        "SP": config.power(slots),
+        "LP": config.power(state.layers),
+        "num_warps": 8 if slots <= 2048 else 32,
+    }

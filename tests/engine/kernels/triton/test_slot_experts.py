@@ -1,0 +1,178 @@
+"""Experts in slots: fetched whole, computed in place, summed with the CPU's part; against the plain ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import ShapeMismatch
+from engine.kernels import reference
+
+from .common import DEVICE, DTYPES, close, few, ints, poisoned, randn, spaced
+
+pytest.importorskip("triton", reason="needs triton")
+from engine.kernels import triton as ops
+
+
+@pytest.fixture(params=DTYPES, ids=["f32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def pool_of(slots: int, inter: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down as views of one record a slot, with a gap behind each."""
+    split, whole = 2 * inter * hidden, 3 * inter * hidden
+    memory = poisoned(slots, whole + 24, dtype=dtype)
+    gate_up, down = memory[:, :split].unflatten(1, (2 * inter, hidden)), memory[:, split:whole].unflatten(1, (hidden, inter))
+    gate_up.copy_(randn(slots, 2 * inter, hidden, dtype=dtype, seed=1) / hidden**0.5)
+    down.copy_(randn(slots, hidden, inter, dtype=dtype, seed=2) / inter**0.5)
+    return gate_up, down
+
+
+def routes(tokens: int, top_k: int, slots: int, holes: float, seed: int) -> torch.Tensor:
+    """Distinct slots for each token, some of them −1."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, slots, generator=generator).argsort(1)[:, :top_k]
+    return torch.where(torch.rand(tokens, top_k, generator=generator) < holes, -1, ids).int().to(DEVICE)
+
+
+@few
+@given(
+    tokens=st.sampled_from([1, 1, 2, 5, 16, 19]),
+    top_k=st.integers(1, 4),
+    hidden=st.sampled_from([20, 64, 150]),
+    inter=st.sampled_from([8, 33]),
+    holes=st.sampled_from([0.0, 0.5, 1.0]),
+    accumulate=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_slot_experts_equal_the_plain_ones(
+    dtype: torch.dtype, tokens: int, top_k: int, hidden: int, inter: int, holes: float, accumulate: bool, seed: int
+) -> None:
+    gate_up, down = pool_of(6, inter, hidden, dtype)
+    x, ids, weights = spaced(randn(tokens, hidden, dtype=dtype)), routes(tokens, top_k, 6, holes, seed), randn(tokens, top_k)
+    out = randn(tokens, hidden, seed=5) if accumulate else poisoned(tokens, hidden)
+    inner = poisoned(tokens * top_k, inter, dtype=dtype)
+    want = reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float()) + (out if accumulate else 0)
+    ops.slot_experts(x, ids, weights, gate_up, down, inner, out, accumulate)
+    close(out, want, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "inter"), [(1, 520), (3, 520), (70, 20)])
+def test_slot_experts_in_blocks_of_every_dimension(dtype: torch.dtype, tokens: int, inter: int) -> None:
+    """More inner values, columns and tokens than one block holds."""
+    gate_up, down = pool_of(4, inter, 40, dtype)
+    x, ids, weights = randn(tokens, 40, dtype=dtype), routes(tokens, 2, 4, 0.2, 1), randn(tokens, 2)
+    out, inner = poisoned(tokens, 40), poisoned(tokens * 2, inter, dtype=dtype)
+    ops.slot_experts(x, ids, weights, gate_up, down, inner, out, False)
+    close(out, reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float()), dtype)
+
+
+def test_a_slot_that_nobody_chose_is_not_read(dtype: torch.dtype) -> None:
+    for tokens in (1, 2):
+        gate_up, down = pool_of(3, 8, 16, dtype)
+        gate_up[1], down[1] = float("nan"), float("nan")
+        x, ids, weights = randn(tokens, 16, dtype=dtype), ints([[0, 2]] * tokens), randn(tokens, 2)
+        out, inner = poisoned(tokens, 16), poisoned(tokens * 2, 8, dtype=dtype)
+        ops.slot_experts(x, ids, weights, gate_up, down, inner, out, False)
+        assert not out.isnan().any()
+
+
+@few
+@given(
+    work=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=5, unique_by=lambda pair: pair[1]),
+    record=st.sampled_from([16, 48, 65552]),
+)
+def test_fetch_copies_whole_records_and_nothing_else(work: list[tuple[int, int]], record: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.randint(0, 256, (9, record), generator=generator, dtype=torch.uint8)
+    bank = bank.pin_memory() if DEVICE == "cuda" else bank
+    pool = torch.randint(0, 256, (5, record + 32), generator=generator, dtype=torch.uint8).to(DEVICE)
+    want = pool.clone()
+    for source, slot in work:
+        want[slot, :record] = bank[source].to(DEVICE)
+    ops.fetch(bank, pool[:, :record], ints([*work, (8, 4), (8, 4)]), ints([len(work), 9, 9, 9]), ctas=3)
+    assert torch.equal(pool, want)
+
+
+def test_fetch_refuses_records_that_do_not_fit_wide_words() -> None:
+    bank = torch.zeros(2, 24, dtype=torch.uint8)
+    with pytest.raises(ShapeMismatch, match="multiples of 16"):
+        ops.fetch(bank, bank.clone(), ints([[0, 0]]), ints([1]))
+
+
+class Box:
+    """The mapped memory of a hand-off."""
+
+    def __init__(self, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
+        def mapped(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            made = torch.full(shape, -7, dtype=kind)
+            return made.pin_memory() if DEVICE == "cuda" else made
+
+        self.request, self.reply = mapped(16), mapped(16)
+        self.x, self.ids = mapped(tokens, hidden, kind=dtype), mapped(tokens, top_k)
+        self.weights = mapped(tokens, top_k, kind=torch.float32)
+        self.epoch, self.status = ints([40]), ints([0, 0, 0, 0])
+
+    def publish(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, layer: int) -> None:
+        where = (self.epoch, layer, self.request, self.x, self.ids, self.weights)
+        ops.publish(x, ids, weights, counts, *where)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "layer"), [(1, 20, 0), (3, 5000, 1), (2, 64, 7)])
+def test_publish_writes_the_payload_under_a_new_epoch(dtype: torch.dtype, tokens: int, hidden: int, layer: int) -> None:
+    box = Box(4, hidden, 2, dtype)
+    x, ids, weights = spaced(randn(tokens, hidden, dtype=dtype)), ints([[3, -1]] * tokens), randn(tokens, 2)
+    box.publish(x, ids, weights, ints([0, 1, 0, 0]), layer)
+    assert box.epoch.tolist() == [41]
+    assert box.request[:3].tolist() == [41, layer, tokens]
+    for got, want in ((box.x, x), (box.ids, ids), (box.weights, weights)):
+        assert torch.equal(got[:tokens], want.cpu())
+        assert (got[tokens:] == -7).all()
+
+
+def test_a_layer_without_cpu_work_publishes_nothing_and_waits_for_nothing(dtype: torch.dtype) -> None:
+    box, counts = Box(1, 16, 2, dtype), ints([3, 0, 5, 3])
+    box.publish(randn(1, 16, dtype=dtype), ints([[-1, -1]]), randn(1, 2), counts, 3)
+    assert box.epoch.tolist() == [40]
+    assert (box.request == -7).all()
+    ops.wait_reply(counts, box.epoch, box.reply, 10**9, box.status)
+    assert box.status.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("answer", "fault"), [((40, 0), 0), ((40, 5), 2), ((39, 0), 1), ((41, 0), 1)])
+def test_wait_ends_with_the_reply_or_with_a_fault(answer: tuple[int, int], fault: int) -> None:
+    box = Box(1, 16, 2, torch.float32)
+    box.reply[0], box.reply[1] = answer
+    ops.wait_reply(ints([0, 1, 0, 0]), box.epoch, box.reply, 50, box.status)
+    assert box.status.tolist()[:2] == [fault, 40 if fault else 0]
+
+
+def test_after_a_fault_nothing_is_waited_for_and_the_fault_stays() -> None:
+    box = Box(1, 16, 2, torch.float32)
+    box.status.copy_(ints([2, 7, 0, 0]))
+    ops.wait_reply(ints([0, 1, 0, 0]), box.epoch, box.reply, 10**9, box.status)
+    assert box.status.tolist() == [2, 7, 0, 0]
+
+
+def test_wait_sees_a_reply_that_comes_while_it_polls() -> None:
+    box = Box(1, 16, 2, torch.float32)
+
+    def answer() -> None:
+        while box.reply[1] != 0:
+            time.sleep(0)
+        box.reply[0] = 40
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    box.reply[1] = 0
+    ops.wait_reply(ints([0, 1, 0, 0]), box.epoch, box.reply, 60_000_000, box.status)
+    thread.join()
+    assert box.status.tolist() == [0, 0, 0, 0]
