@@ -60,6 +60,8 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lanes: named streams of one connection. waiting_turns: queued behind others on one connection.
     buffer_bytes, buffer_events: unsent events of one connection. slow_s: how long that buffer may stay full.
     connection_s: age at which a socket is closed after its turns, 0 = none.
+    turns_per_principal: that run or wait at once, by every API. turns_per_minute: of one principal, 0 = no limit.
+    stored_bytes_per_principal: in the sessions database, 0 = no limit.
     """
 
     frame_bytes: Count = 64 << 20
@@ -72,6 +74,9 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     buffer_events: Count = 1024
     slow_s: Seconds = 30.0
     connection_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    turns_per_principal: Count = 512
+    turns_per_minute: Annotated[int, Meta(ge=0)] = 0
+    stored_bytes_per_principal: Annotated[int, Meta(ge=0)] = 0
 
 
 def _memory_share() -> int:

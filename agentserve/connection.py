@@ -59,6 +59,9 @@ class Sockets:
         principal: Principal = scope["state"]["principal"]
         limits = self.services.config.limits
         mine = sum(1 for c in self._open if c.principal.id == principal.id)
+        if self.draining:
+            await refuse(scope, receive, send, RateLimitExceeded("the server restarts", 5))
+            return
         if len(self._open) >= limits.connections or mine >= limits.connections_per_principal:
             await refuse(scope, receive, send, RateLimitExceeded(f"{mine} connections are open", 10))
             return

@@ -68,6 +68,7 @@ class ConversationsApi:
         metadata = body.metadata or {}
         check_metadata(metadata)
         items = self._items(request, body.items)
+        await self.services.quotas.check_stored(principal_of(request).id, self.services.store)
         return _shown(await self.services.store.conversations.create(principal_of(request).id, metadata, items))
 
     async def get(self, request: Request) -> Response:
@@ -94,6 +95,7 @@ class ConversationsApi:
     async def add_items(self, request: Request) -> Response:
         body = await read_object(request, self.services, _Items)
         items = self._items(request, body.items)
+        await self.services.quotas.check_stored(principal_of(request).id, self.services.store)
         most = self.services.config.limits.items
         added = await self.services.store.conversations.add(principal_of(request).id, _id(request), items, most)
         if added is None:

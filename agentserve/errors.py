@@ -8,7 +8,7 @@ AgentserveError
 │   ├── UnknownEvent, MessageTooLarge
 │   ├── PreviousResponseNotFound, NotFound, ModelNotFound
 │   ├── InvalidStreamId, StreamLimitReached, ConnectionLimitReached
-│   ├── InvalidApiKey, Forbidden, UpgradeRequired
+│   ├── InvalidApiKey, Forbidden, InsufficientQuota, UpgradeRequired
 │   ├── IdempotencyConflict, RateLimitExceeded
 │   └── ServerError
 ├── TurnFailure                     ends a response that was created, as `response.failed`
@@ -91,6 +91,14 @@ class Forbidden(ApiError):
     status = 403
     code = "forbidden"
     type = "permission_error"
+
+
+class InsufficientQuota(ApiError):
+    """Waiting does not help, so it is no 429."""
+
+    status = 403
+    code = "insufficient_quota"
+    type = "insufficient_quota"
 
 
 class NotFound(ApiError):

@@ -135,10 +135,13 @@ async def count(turn: TurnRequest, services: Services) -> int:
 async def answer_turn(request: Request, turn: TurnRequest, services: Services, wire: Wire) -> Response:
     """Run an accepted turn, streamed if it asked for that."""
     if turn.create.stream:
-        return EventStream(lambda sink: run_turn(turn, services, sink), services, wire)
-    if turn.create.background:
-        return wire.whole(await _begun(turn, services))
-    return await _whole(request, turn, services, wire)
+        stream = EventStream(lambda sink: run_turn(turn, services, sink), services, wire)
+        stream.more_headers = lambda: services.quotas.headers(turn.principal.id)
+        return stream
+    response = wire.whole(await _begun(turn, services)) if turn.create.background else None
+    response = response or await _whole(request, turn, services, wire)
+    response.headers.update(services.quotas.headers(turn.principal.id))
+    return response
 
 
 class _First(Nowhere):
@@ -196,6 +199,7 @@ class EventStream(Response):
 
     def __init__(self, run: Callable[[Sink], Coroutine[Any, Any, ResponseBody]], services: Services, wire: Wire) -> None:
         super().__init__()
+        self.more_headers: Callable[[], dict[str, str]] = dict
         self._run = run
         self._wire = wire
         self._task: asyncio.Task[ResponseBody] | None = None
@@ -252,6 +256,7 @@ class EventStream(Response):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *((name.encode(), value.encode()) for name, value in self.more_headers().items()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while payload is not None:

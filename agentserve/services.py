@@ -13,6 +13,7 @@ from agentserve.idempotency import Claims
 from agentserve.interfaces import Store, Text, Worker
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody
+from agentserve.quotas import Quotas
 from agentserve.replay import Endings
 from agentserve.sealing import Seal
 from agentserve.session.divergence import Contexts
@@ -39,7 +40,11 @@ class Services:
     contexts: Contexts = field(default_factory=Contexts)
     active: dict[str, Turn] = field(default_factory=dict)
     seal: Seal = field(default_factory=Seal)
+    quotas: Quotas = field(init=False)
     claims: Claims = field(default_factory=Claims)
     rules: Rules = field(default_factory=Rules)
     endings: Endings = field(default_factory=Endings)
     background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.quotas = Quotas(self.config.limits)

@@ -47,17 +47,24 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
     running = await services.claims.claim(request)
     if running is None:
         turn: Turn | None = None
+        counted = False
         try:
             known = await known_answer(request, services.store)
             if known is not None:
                 body, events = stored_history(known)
                 await send([on_lane(event, request.stream_id) for event in events], sink)
                 return body
+            services.quotas.begin(request.principal.id)
+            counted = True
+            if request.store:
+                await services.quotas.check_stored(request.principal.id, services.store)
             kept = LocalResponses() if local is None else local
             context = await resolve(request, services, kept)
             running = turn = Turn(request, context, services, kept, await output_rule(request, context, services))
         finally:
             services.claims.settle(request, turn)
+            if counted and turn is None:
+                services.quotas.end(request.principal.id)
     return await running.sink.attend(sink, request.stream_id)
 
 
@@ -82,7 +89,7 @@ class Turn:
         self.local = local
         self.sink = Audience(
             history=self.history,
-            task=lambda: asyncio.create_task(self.run(), name=f"turn-{request.id}"),
+            task=self._begin,
             detached=request.options.detach,
         )
         self.events = ResponseEvents(
@@ -100,6 +107,15 @@ class Turn:
         self._render_request: RenderRequest | None = None
         self._stream: TokenStream | None = None
         self._deadline = DeadlineTracker(request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000))
+
+    def _begin(self) -> asyncio.Task[ResponseBody]:
+        task = asyncio.create_task(self.run(), name=f"turn-{self.request.id}")
+        task.add_done_callback(self._gone)  # also of a task that was cancelled before it ran at all
+        return task
+
+    def _gone(self, _: asyncio.Task[ResponseBody]) -> None:
+        self.services.claims.release(self.request)
+        self.services.quotas.end(self.request.principal.id)
 
     async def run(self) -> ResponseBody:
         """The whole turn, up to its terminal event."""
@@ -156,7 +172,6 @@ class Turn:
         finally:
             timer.cancel()
             services.active.pop(self.request.id, None)
-            services.claims.release(self.request)
             services.metrics.active_responses(len(services.active))
 
     def cancel(self) -> None:

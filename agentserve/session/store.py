@@ -182,6 +182,9 @@ class SqlStore:
 
         return await self._read(read)
 
+    async def stored_bytes(self, principal: str) -> int:
+        return await self._read(lambda c: rows.stored_bytes(c, principal))
+
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:

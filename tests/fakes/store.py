@@ -54,6 +54,9 @@ class FakeStore:
     async def by_idempotency_key(self, principal: str, key: str) -> StoredResponse | None:
         return next((r for r in self.rows.values() if r.principal == principal and r.idempotency_key == key), None)
 
+    async def stored_bytes(self, principal: str) -> int:
+        return sum(len(r.body) for r in self.rows.values() if r.principal == principal)
+
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:
         names = list(dict.fromkeys(r.session for r in self.rows.values() if r.principal == principal))
         start = names.index(after) + 1 if after in names else 0
