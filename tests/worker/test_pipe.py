@@ -36,6 +36,14 @@ def test_frames_survive_any_cutting_of_the_stream(payloads: list[bytes], cuts: l
     assert got == payloads
 
 
+def test_the_rest_of_a_frame_that_looks_like_a_whole_one_is_its_rest() -> None:
+    inner = HEADER.pack(3) + b"abc"
+    frame = HEADER.pack(2 + len(inner)) + b"xy" + inner
+    splitter = FrameSplitter()
+    assert splitter.feed(frame[:-7]) == []
+    assert [bytes(view) for view in splitter.feed(frame[-7:])] == [b"xy" + inner]
+
+
 def test_a_wild_length_is_refused_before_memory_is_taken() -> None:
     with pytest.raises(FrameTooLong, match=str(MAX_FRAME_BYTES + 1)):
         FrameSplitter().feed(HEADER.pack(MAX_FRAME_BYTES + 1))

@@ -41,6 +41,16 @@ def test_any_text_comes_back_and_never_as_a_marker(parts: list[str]):
 
 
 @settings(deadline=None)
+@given(ids=st.lists(st.integers(-1, tokenizer().vocab_size + 1), max_size=30))
+def test_any_ids_stream_to_the_text_of_their_bytes(ids: list[int]):
+    """Characters in several tokens, broken ones, and whole tokens behind an unfinished one."""
+    tok = tokenizer()
+    stream = Detokenizer(tok)
+    text = "".join(map(stream.push, ids)) + stream.flush()
+    assert text == b"".join(map(tok.token_bytes, ids)).decode("utf-8", "replace")
+
+
+@settings(deadline=None)
 @given(text=texts)
 def test_stream_equals_whole(text: str):
     tok = tokenizer()
