@@ -29,7 +29,7 @@ from agentserve.text.errors import TextError
 from agentserve.text.model_text import ModelText
 from agentserve.worker.client import WorkerClient
 from agentserve.worker.settings import WorkerSettings
-from agentserve.worker.supervisor import Supervisor
+from agentserve.worker.supervisor import Spawn, Supervisor, spawn_worker
 
 log = logging.getLogger(__name__)
 RENDER_THREADS = 2
@@ -64,8 +64,11 @@ class Application:
         return host, port
 
 
-def compose(config: Config) -> Application:
-    """Everything of one server, wired up. Starts nothing but reads the tokenizer. Raises ConfigError."""
+def compose(config: Config, spawn: Spawn = spawn_worker) -> Application:
+    """Everything of one server, wired up. Starts nothing but reads the tokenizer. Raises ConfigError.
+
+    spawn: starts worker processes.
+    """
     for name in unknown_names():
         log.warning("environment variable sets nothing name=%s", name)
     make_state_dir(config)
@@ -73,7 +76,7 @@ def compose(config: Config) -> Application:
     metrics = Metrics()
     worker = WorkerClient()
     worker.on_load = metrics.load
-    supervisor = Supervisor(worker, worker_settings(config))
+    supervisor = Supervisor(worker, worker_settings(config), spawn=spawn)
     metrics.watch_worker(lambda: worker.ready, lambda: supervisor.restarts)
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
     store = make_store(config)

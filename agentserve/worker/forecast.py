@@ -20,13 +20,15 @@ import msgspec
 from agentserve.deadlines import DEFAULT_DEADLINE_MS, blend
 from agentserve.worker.turns import TurnRecord
 from engine.scheduler.order import Claim, order
-from engine.scheduler.pace import Pace, Work, pairs
+from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.types import EngineEvent, PrefillProgress, TokenEvent
 
 log = logging.getLogger(__name__)
 EVEN = 1000
 """Permille: predictions are right on average."""
 LEAST, MOST = 250, 4000
+MOST_STEPS = 48
+"""Played ahead in a prediction; what lies beyond them is summed up."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +43,14 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 class Forecast:
     """Predictions for one engine.
 
-    chunk: prompt tokens per step. turns: how many first tokens were compared with what was predicted.
+    chunk: prompt tokens per step. gap_us: the engine's decode gap, 0 = none.
+    turns: how many first tokens were compared with what was predicted.
     """
 
-    def __init__(self, chunk: int = 512, learned: Learned | None = None) -> None:
+    def __init__(self, chunk: int = 512, learned: Learned | None = None, gap_us: int = 0) -> None:
         self._chunk = chunk
+        self._gap_us = gap_us
+        self._sizes = chunk_sizes(chunk, min(LEAST_CHUNK, chunk))
         self._pace = Pace()
         self._correction = [EVEN, EVEN]
         self._load_ps = 0
@@ -100,11 +105,6 @@ class Forecast:
 
     # ── what will happen ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def claim(self, turn: TurnRecord, serial: int) -> Claim:
-        """As the engine will see it."""
-        cost = self._pace.prefill_us(turn.processed, turn.unprefilled, self._chunk)
-        return Claim(due_us(turn), cost, share(turn), turn.start.priority, serial)
-
     def remaining_us(self, turn: TurnRecord, turns: Sequence[TurnRecord], now_us: int) -> tuple[int, int, bool]:
         """(µs from now to the turn's first token, the same before it is corrected, whether others run or wait).
 
@@ -113,20 +113,76 @@ class Forecast:
         waiting = [t for t in turns if t.first_token_at is None and not t.cancelled]
         decoding = [t for t in turns if t.first_token_at is not None]
         rows, context = len(decoding), sum(len(t.ids) + len(t.generated) for t in decoding)
-        us = 0
-        for index in order([self.claim(t, i) for i, t in enumerate(waiting)], now_us):
-            other = waiting[index]
-            if other is turn:
-                break
-            us += self._pace.prefill_us(other.processed, other.unprefilled, self._chunk, rows, context)
+        us = self._steps_until(turn, waiting, rows, context, now_us)
         if turn.processed == turn.reused:
             us += turn.restore_bytes * self._load_ps // 1_000_000
-        if turn.unprefilled:
-            us += self._pace.prefill_us(turn.processed, turn.unprefilled, self._chunk, rows, context)
-        elif rows:
-            us += self._pace.step_us(Work(rows, context))
         beside = len(waiting) > 1 or rows > 0
         return us * self._correction[int(beside)] // 1000, us, beside
+
+    def _steps_until(self, turn: TurnRecord, waiting: Sequence[TurnRecord], rows: int, context: int, now_us: int) -> int:
+        """Play the next steps as the engine will: who goes first changes as deadlines come nearer."""
+        pace, chunk = self._pace, self._chunk_beside(rows, context, len(waiting))
+        jobs = [_Job(t, pace.prefill_us(t.processed, t.unprefilled, self._chunk)) for t in waiting]
+        mine = next((job for job in jobs if job.turn is turn), None)
+        if mine is None:
+            return 0
+        at = now_us
+        for _ in range(MOST_STEPS):
+            claims = [Claim(job.due, job.cost, job.share, job.turn.start.priority, i) for i, job in enumerate(jobs)]
+            budget, back, prefill, ended = chunk, 0, 0, []
+            for index in order(claims, at):
+                job = jobs[index]
+                take = min(job.left, chunk - job.done % chunk)
+                if prefill and take > budget:
+                    continue
+                budget -= take
+                prefill += take
+                back += pairs(job.done, job.done + take)
+                job.advance(take)
+                if not job.left:
+                    ended.append(job)
+                if budget <= 0:
+                    break
+            # A whole prompt that was restored needs no pass of its own, only its turn.
+            at += pace.step_us(Work(rows, context, prefill, back)) if prefill or rows else 0
+            if not mine.left:
+                return at - now_us
+            for job in ended:
+                jobs.remove(job)
+                rows, context = rows + 1, context + job.done
+        ahead = order([Claim(job.due, job.cost, job.share, job.turn.start.priority, i) for i, job in enumerate(jobs)], at)
+        before = ahead[: ahead.index(jobs.index(mine)) + 1]
+        return at - now_us + pace.prompts_us([(jobs[i].done, jobs[i].left) for i in before], chunk, rows, context)
+
+    def _chunk_beside(self, rows: int, context: int, prompts: int) -> int:
+        """Prompt tokens per step, shortened for running answers as the engine does."""
+        if not self._gap_us or rows + prompts < 2:
+            return self._chunk
+
+        def cost(size: int) -> int:
+            return self._pace.step_us(Work(rows, context, size, pairs(0, size)))
+
+        return chunk_within(self._gap_us, self._sizes, cost, waste_allowed(prompts, False))
+
+
+class _Job:
+    """A turn that waits, as the played steps change it."""
+
+    __slots__ = ("_each", "cost", "done", "due", "left", "share", "turn")
+
+    def __init__(self, turn: TurnRecord, cost: int) -> None:
+        self.turn = turn
+        self.cost = cost
+        self.done = turn.processed
+        self.left = turn.unprefilled
+        self.due = due_us(turn)
+        self.share = share(turn)
+        self._each = cost / max(1, self.left)
+
+    def advance(self, tokens: int) -> None:
+        self.done += tokens
+        self.left -= tokens
+        self.cost = int(self.left * self._each)
 
 
 def due_us(turn: TurnRecord) -> int:

@@ -271,7 +271,7 @@ def serve(
         flush=pipe.flush,
         token_bytes=lambda: token_table(settings, info.vocab_size),
         grammars=grammars,
-        forecast=Forecast(engine.config.chunk_tokens, learned),
+        forecast=Forecast(engine.config.chunk_tokens, learned, engine.config.decode_gap_ms * 1000),
     )
 
     def keep() -> None:

@@ -13,11 +13,10 @@ from benchmarks.load.machines import Machine
 from benchmarks.load.recorded import Job
 from engine.scheduler.growth import to_pause
 from engine.scheduler.order import GRACE_US, Claim, order, pressed
-from engine.scheduler.pace import Work, chunk_sizes, chunk_within, pairs, waste_allowed
+from engine.scheduler.pace import LEAST_CHUNK, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.scheduler.scheduler import RESUME_US
 
 Policy = Callable[[Sequence[Claim], int], list[int]]
-LEAST_CHUNK = 64
 
 
 def fifo(claims: Sequence[Claim], now: int) -> list[int]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+LEAST_CHUNK = 64
+"""Tokens to which a chunk may be shortened for the sake of running answers."""
 KNEE = 64
 """Prefill tokens up to which each may cost more: the first ones of a step pull in most of a layer's experts."""
 _SCALE = np.array((1.0, 1.0, 1 << 12, KNEE, 1 << 9, 1 << 20))
@@ -83,13 +85,18 @@ class Pace:
 
     def prefill_us(self, context: int, tokens: int, chunk: int, rows: int = 0, rows_context: int = 0) -> int:
         """Computing `tokens` prompt tokens behind `context`, in steps of `chunk`, beside decoding rows."""
-        if tokens <= 0:
+        return self.prompts_us([(context, tokens)], chunk, rows, rows_context)
+
+    def prompts_us(self, prompts: Sequence[tuple[int, int]], chunk: int, rows: int = 0, rows_context: int = 0) -> int:
+        """The same for several prompts, one after the other; what fits into one step shares it."""
+        total = sum(tokens for _, tokens in prompts)
+        if total <= 0:
             return 0
-        steps = -(-tokens // max(1, chunk))
-        last = tokens - (steps - 1) * chunk
+        steps = -(-total // max(1, chunk))
+        last = total - (steps - 1) * chunk
         knees = (steps - 1) * min(chunk, KNEE) + min(last, KNEE)
-        back = pairs(context, context + tokens)
-        return round(self._cost(_features(steps, steps * rows, steps * rows_context, knees, tokens, back)))
+        back = sum(pairs(context, context + tokens) for context, tokens in prompts)
+        return round(self._cost(_features(steps, steps * rows, steps * rows_context, knees, total, back)))
 
     def known(self) -> list[int]:
         """What was learned, as integers to keep: six weights in ns, then steps seen without and with prefill."""

@@ -22,15 +22,13 @@ from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
 from engine.scheduler.growth import blend, planned_growth, to_pause
 from engine.scheduler.order import GRACE_US, Claim, order, pressed
-from engine.scheduler.pace import Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
+from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.scheduler.prefill import choose_slices, next_edge
 from engine.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 RESUME_US = 2_000_000
 """A paused answer is to go on after so long; its deadline for coming back."""
-LEAST_CHUNK = 64
-"""Tokens to which a chunk may be shortened for the sake of running answers."""
 
 
 @dataclass(frozen=True, slots=True)

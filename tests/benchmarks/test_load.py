@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.load.machines import H200, LAPTOP, MACHINES, Machine
+from benchmarks.load import virtual
+from benchmarks.load.machines import H200, LAPTOP, MACHINES, SMALL, Machine
 from benchmarks.load.policies import load_for, summary
-from benchmarks.load.recorded import Job, open_loop, recorded_sessions
+from benchmarks.load.recorded import Job, Turn, open_loop, recorded_sessions
 from benchmarks.load.simulator import POLICIES, fifo, lone_ttft_us, simulate
 from engine.scheduler.order import order
 from engine.scheduler.pace import Work
@@ -67,3 +68,25 @@ def test_ordering_by_slack_misses_at_most_half_of_what_order_of_arrival_misses(s
         assert first_come.missed > 0.02
         assert slack.missed <= first_come.missed / 2
         assert summary([slack])["missed"] == round(slack.missed, 4)
+
+
+def test_agents_in_virtual_time_reuse_their_contexts_and_leave_nothing(sessions) -> None:
+    lab = virtual.Lab(SMALL)
+    agents = virtual.make_agents(sessions, 4, 6, 1, 16_000)
+    for agent in agents:
+        agent.turns = [Turn(t.pause, min(t.restored, 4000), min(t.suffix, 1500), min(t.output, 30)) for t in agent.turns]
+    expected = sum(len(agent.turns) for agent in agents)
+    played = lab.run(agents, [0, 100_000, 200_000, 300_000])
+    assert len(played) == expected
+    assert all(turn.failed is None and turn.answer for turn in played)
+    assert all(turn.ttft >= turn.lone * 0.9 for turn in played if turn.ttft is not None)
+    found = virtual.figures(played)
+    assert found["reused"] > 0.3
+    assert found["turns"] == expected
+    stats = lab.engine.stats()
+    assert (stats.held, stats.free_pages, stats.free_rows) == (0, stats.total_pages, stats.total_rows)
+    again = virtual.Lab(SMALL)
+    other = virtual.make_agents(sessions, 4, 6, 1, 16_000)
+    for agent, first in zip(other, agents, strict=True):
+        assert agent.name == first.name
+    assert again.clock.now_s() < lab.clock.now_s()

@@ -69,11 +69,11 @@ def test_a_turn_that_waits_for_others_is_predicted_to_wait() -> None:
     first = h.turn(prompt(rng, 600), max_tokens=2)
     h.loop.step()
     second = h.turn(prompt(rng, 700), max_tokens=2)
-    alone = h.turn(prompt(rng, 700), max_tokens=2, session="other", deadline_s=0.001)
+    short = h.turn(prompt(rng, 8), max_tokens=2, session="other")
     h.run()
     assert h.errors([first])[0] < 0.15
     assert h.matched(second).predicted_ttft_s > 0.46, "the rest of the first, then its own"
-    assert h.matched(alone).predicted_ttft_s < h.matched(second).predicted_ttft_s + 0.5
+    assert h.matched(short).predicted_ttft_s < 0.1, "it goes before both, which have time"
 
 
 def test_a_new_process_begins_with_what_was_learned(tmp_path: Path) -> None:
