@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from statecache.errors import SegmentBad, TierFailed, TierFull
-from statecache.segment import Contents, decode_header, encode_header, header_length, part_sum
+from statecache.segment import Contents, RunningSum, decode_header, encode_header, header_length, part_sum
 from statecache.tiers.base import SegmentHeader
 from statecache.types import TierName
 
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _ALLOCATION = 4096
 """Files are charged in whole blocks of common file systems."""
+READ_BYTES = 2 << 20
+"""Read at once: small enough to be in the cache still when it is summed up."""
 QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 256 << 20
 """What is kept of bad files, beside the budget; at least the newest one stays."""
@@ -63,6 +65,7 @@ class DiskTier:
         self.on_change: Callable[[bytes, SegmentHeader | None, int], None] = lambda key, header, nbytes: None
         """Told of each segment that was written (bytes charged) or is gone (None)."""
         self._serial = itertools.count()
+        self._last: tuple[tuple[int, ...], Contents] | None = None
         self._quarantine = root / "quarantine"
         self._quarantine.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -252,16 +255,23 @@ class DiskTier:
             raise SegmentBad(self.name, key, reason) from None
 
     def _contents(self, key: bytes, descriptor: int) -> Contents:
+        """The header of an open file. That of the file read last is remembered: its parts are usually what is read next."""
         try:
+            info = os.fstat(descriptor)
+            file = (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+            last = self._last
+            if last is not None and last[0] == file and last[1].key == key:
+                return last[1]
             length = header_length(os.pread(descriptor, 8, 0))
             contents = decode_header(os.pread(descriptor, length, 8))
-            size = os.fstat(descriptor).st_size
+            size = info.st_size
         except (ValueError, OSError) as error:
             raise SegmentBad(self.name, key, str(error)) from None
         if contents.key != key:
             raise SegmentBad(self.name, key, f"holds segment {contents.key.hex()}")
         if contents.nbytes != size:
             raise SegmentBad(self.name, key, f"file has {size} bytes, its header says {contents.nbytes}")
+        self._last = (file, contents)
         return contents
 
     def _part(self, key: bytes, descriptor: int, part: str) -> tuple[int, int, int]:
@@ -271,16 +281,23 @@ class DiskTier:
         return found
 
     def _fill(self, key: bytes, descriptor: int, part: str, out: np.ndarray, offset: int, checksum: int) -> None:
-        view, at = out.data, offset
+        """Read a part into its place; what has arrived is summed up in another thread while the rest is read."""
+        running = RunningSum()
         try:
-            while len(view):
-                count = os.preadv(descriptor, [view], at)
-                if count == 0:
-                    raise SegmentBad(self.name, key, f"part {part!r} ends early")
-                view, at = view[count:], at + count
+            for first in range(0, out.nbytes, READ_BYTES):
+                piece = out.data[first : first + READ_BYTES]
+                view, at = piece, offset + first
+                while len(view):
+                    count = os.preadv(descriptor, [view], at)
+                    if count == 0:
+                        raise SegmentBad(self.name, key, f"part {part!r} ends early")
+                    view, at = view[count:], at + count
+                running.add(piece, last=first + READ_BYTES >= out.nbytes)
         except OSError as error:
             raise SegmentBad(self.name, key, str(error.strerror)) from None
-        if part_sum(out) != checksum:
+        finally:
+            found = running.total()
+        if found != checksum:
             raise SegmentBad(self.name, key, f"checksum of part {part!r} differs")
 
 
