@@ -106,6 +106,8 @@ class Copies:
             for session in staged.sessions:
                 self._kept.join(record, session)
             self._staging.drop(record.id)
+        for session in record.sessions:
+            self._kept.tell(record, session)
         return written
 
     def _begin_staged(self, staged: Staged) -> Copy:

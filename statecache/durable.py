@@ -169,7 +169,7 @@ def _recover(cache: StateCache, tier: DiskTier, ledger: Ledger | None, progress:
     if ledger is None:
         return cache.recover(progress=progress)
     known = ledger.known()
-    found = cache.recover(known, progress)
+    found = cache.recover(known, progress, ledger.users())
     sizes = tier.sizes()
     for key in known.keys() - sizes.keys():
         ledger.note(key, None, 0)
@@ -178,6 +178,7 @@ def _recover(cache: StateCache, tier: DiskTier, ledger: Ledger | None, progress:
             with contextlib.suppress(SegmentBad):
                 ledger.note(key, tier.header(key), nbytes)
     tier.on_change = ledger.note
+    cache.on_member(ledger.note_member)
     ledger.flush()
     return found
 

@@ -32,6 +32,8 @@ class Known:
     hits: int = 0
 
 
+Users = Mapping[bytes, Mapping[str, bool]]
+"""State segment → session → whether it pinned it."""
 Progress = Callable[[float, str], None]
 """(fraction done, what) is told while it goes on."""
 
@@ -45,14 +47,16 @@ def recover(
     now: float,
     *,
     known: Mapping[bytes, Known] | None = None,
+    users: Users | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Adopt the segments of a tier that no record knows yet. Returns the number of checkpoints found.
 
     known: what an index remembers; a segment that still has the remembered size is not opened. A bad one is set aside.
+    users: who joins, and pins, the checkpoints that are found.
     """
     known = known or {}
-    adoption = _Adoption(shelf, kept, checkpoint_id, hash128, now, known)
+    adoption = _Adoption(shelf, kept, checkpoint_id, hash128, now, known, users or {})
     headers = _headers(shelf, namespace, known, progress)
     adoption.run(headers)
     doubtful = headers.keys() - adoption.adopted & known.keys()
@@ -99,6 +103,7 @@ class _Adoption:
         hash128: Hash128,
         now: float,
         known: Mapping[bytes, Known],
+        users: Users,
     ) -> None:
         self._shelf = shelf
         self._kept = kept
@@ -106,6 +111,7 @@ class _Adoption:
         self._hash128 = hash128
         self._now = now
         self._known = known
+        self._users = users
         self._salts: dict[bytes, bytes] = {}
         self.adopted: set[bytes] = set()
         self.found = 0
@@ -124,6 +130,10 @@ class _Adoption:
             memory = self._known.get(key)
             if memory is not None:
                 record.hits, record.used_at = memory.hits, self._now - memory.age_s
+            for session, pinned in self._users.get(key, {}).items():
+                self._kept.join(record, session)
+                if pinned:
+                    record.pins.add(session)
 
     def discard_the_rest(self) -> None:
         shelf = self._shelf

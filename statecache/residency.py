@@ -50,6 +50,8 @@ class Residency:
         self.device: Device | None = None
         self.dropped = 0
         """Victims that were gone before they could be copied."""
+        self.on_member: Callable[[str, bytes | None, bool], None] = lambda session, state, pinned: None
+        """Told what a session uses of the last shelf, (session, state segment, pinned); None as segment: it is forgotten."""
         self._write_behind = write_behind
         self._evicted: OrderedDict[str, None] = OrderedDict()  # marks left in the index to explain misses, oldest first
 
@@ -118,11 +120,19 @@ class Residency:
 
     def join(self, record: Record, session: str) -> None:
         """List a record under a session; "" is no session."""
-        if session:
+        if session and session not in record.sessions:
             record.sessions.add(session)
             self.sessions.setdefault(session, {})[record.id] = None
+            self.tell(record, session)
+
+    def tell(self, record: Record, session: str) -> None:
+        """Say how a session uses a record, if that outlives the process."""
+        holding = self.shelves[-1].holdings.get(record.id) if len(self.shelves) > 1 else None
+        if session and holding is not None:
+            self.on_member(session, holding.state_key, session in record.pins)
 
     def forget(self, session: str) -> None:
+        self.on_member(session, None, False)
         for checkpoint_id in self.sessions.pop(session, ()):
             record = self.records[checkpoint_id]
             record.sessions.discard(session)

@@ -27,7 +27,7 @@ from statecache.lookup import Lookup
 from statecache.match import Match
 from statecache.moves import Moves
 from statecache.policy import Policy, better_kind
-from statecache.recover import Known, Progress, recover
+from statecache.recover import Known, Progress, Users, recover
 from statecache.residency import DEVICE, Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
@@ -81,7 +81,7 @@ class StateCache:
         self._moves: Moves | None = None
         self._collisions = 0
         self.on_waiting: Callable[[], None] = lambda: None
-        """Told, under the lock, when something waits for copy_one() that nobody else knows of."""
+        """Told, under the lock, when something waits for copy_one(), or should be noted soon, that nobody else knows of."""
 
     # ── match ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,15 +247,19 @@ class StateCache:
         with self._lock:
             self._kept.forget(session)
             self._staging.forget(session)
+            self.on_waiting()
 
     def pin(self, checkpoint_id: str, session: str = "") -> bool:
-        """Protect from eviction until unpin() by the same session. False when there is no such checkpoint."""
+        """Protect from eviction until unpin() by the same session, and let it be written below. False when none is known so."""
         with self._lock:
             record = self._kept.records.get(checkpoint_id)
             if record is None:
                 return False
             record.pins.add(session)
             self._kept.join(record, session)
+            self._kept.tell(record, session)
+            self._copies.want([checkpoint_id])
+            self.on_waiting()
             return True
 
     def unpin(self, checkpoint_id: str, session: str = "") -> bool:
@@ -265,6 +269,8 @@ class StateCache:
             if record is None or session not in record.pins:
                 return False
             record.pins.discard(session)
+            self._kept.tell(record, session)
+            self.on_waiting()
             return True
 
     def settle(self, checkpoint_ids: Iterable[str]) -> None:
@@ -316,18 +322,27 @@ class StateCache:
 
     # ── durability ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def recover(self, known: Mapping[bytes, Known] | None = None, progress: Progress | None = None) -> int:
+    def recover(
+        self,
+        known: Mapping[bytes, Known] | None = None,
+        progress: Progress | None = None,
+        users: Users | None = None,
+    ) -> int:
         """Find the checkpoints that the tiers still hold from before a restart; their number. Call it once, first of all.
 
-        known, progress: see statecache.recover. A bad segment is set aside and never an error.
+        known, progress, users: see statecache.recover. A bad segment is set aside and never an error.
         """
         with self._lock:
             if self._kept.records:
                 raise RuntimeError("recover() after checkpoints were put")
             for shelf in self._kept.shelves:
                 arguments = (shelf, self._kept, self.namespace, self._id, self._hash128, self._clock())
-                recover(*arguments, known=known, progress=progress)
+                recover(*arguments, known=known, users=users, progress=progress)
             return len(self._kept.records)
+
+    def on_member(self, call: Callable[[str, bytes | None, bool], None]) -> None:
+        """call(session, state segment of the last tier or None when all is forgotten, pinned): told under the lock."""
+        self._kept.on_member = call
 
     def uses(self) -> list[tuple[bytes, int, float]]:
         """(state segment in the second tier, hits, seconds since used) of what was used since the last call."""

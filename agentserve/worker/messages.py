@@ -85,7 +85,8 @@ class ListCheckpoints(msgspec.Struct, frozen=True, tag="list"):
 class PinCheckpoint(msgspec.Struct, frozen=True, tag="pin"):
     """Keep a session's checkpoint from being evicted (pinned), or let it go. checkpoint "": the deepest, or all to let go.
 
-    Answered by Checkpoints with the same query id and the session's list afterwards. Pins end with the worker.
+    Answered by Checkpoints with the same query id and the session's list afterwards. Pins outlive the worker where there is a
+    disk tier with an index.
     """
 
     query_id: int

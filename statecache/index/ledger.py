@@ -6,13 +6,15 @@ may have no row, and recovery settles both. So a database that is away costs a s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from statecache.index import queries
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 MOST_NOTES = 20_000
 """Held while the database is away; beyond this it is brought in step at the next start."""
 RETRY_S = 10.0
+_T = TypeVar("_T")
 
 
 class Ledger:
@@ -48,6 +51,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._notes: dict[bytes, tuple[SegmentHeader, int] | None] = {}
         self._uses: dict[bytes, tuple[int, float]] = {}
+        self._members: dict[tuple[str, bytes], bool] = {}
+        self._left: set[str] = set()
         self._prepared = False
         self._retry_at = 0.0
         self.trouble = ""
@@ -63,6 +68,15 @@ class Ledger:
             if key in self._notes or len(self._notes) < MOST_NOTES:
                 self._notes[key] = None if header is None else (header, nbytes)
 
+    def note_member(self, session: str, state: bytes | None, pinned: bool) -> None:
+        """A session uses a state, pinned or not; None: it is forgotten, with all that it used."""
+        with self._lock:
+            if state is None:
+                self._members = {member: is_ for member, is_ in self._members.items() if member[0] != session}
+                self._left.add(session)
+            elif (session, state) in self._members or len(self._members) < MOST_NOTES:
+                self._members[session, state] = pinned
+
     def note_uses(self, uses: Iterable[tuple[bytes, int, float]]) -> None:
         """(state segment, hits, seconds since the epoch)"""
         with self._lock:
@@ -71,11 +85,18 @@ class Ledger:
 
     def known(self) -> dict[bytes, Known]:
         """What the database remembers; nothing when it cannot be read. A broken SQLite file is set aside and begun anew."""
+        return self._read(queries.known)
+
+    def users(self) -> dict[bytes, dict[str, bool]]:
+        """Who uses which states, as queries.users() says; nothing when it cannot be read."""
+        return self._read(queries.users)
+
+    def _read(self, query: Callable[[Connection, bytes], dict[bytes, _T]]) -> dict[bytes, _T]:
         for attempt in (0, 1):
             try:
                 self._ready()
                 with self._engine.connect() as connection:
-                    return queries.known(connection, self._namespace)
+                    return query(connection, self._namespace)
             except SQLAlchemyError as error:
                 if attempt == 0 and _is_damage(error) and self._set_aside():
                     continue
@@ -90,7 +111,9 @@ class Ledger:
         with self._lock:
             notes, self._notes = self._notes, {}
             uses, self._uses = self._uses, {}
-        if not notes and not uses:
+            members, self._members = self._members, {}
+            left, self._left = self._left, set()
+        if not (notes or uses or members or left):
             return True
         rows = {key: row for key, row in notes.items() if row is not None}
         gone = [key for key, row in notes.items() if row is None]
@@ -100,11 +123,17 @@ class Ledger:
                 queries.forget(connection, self._namespace, gone)
                 queries.remember(connection, self._namespace, rows)
                 queries.used(connection, self._namespace, ((key, *use) for key, use in uses.items() if key not in notes))
+                queries.leave(connection, self._namespace, left)
+                there = {member: pinned for member, pinned in members.items() if notes.get(member[1], rows) is not None}
+                queries.join(connection, self._namespace, there)
         except SQLAlchemyError as error:
             self._failed(error)
             with self._lock:
                 self._notes = notes | self._notes
                 self._uses = uses | self._uses
+                again = {member: pinned for member, pinned in members.items() if member[0] not in self._left}
+                self._members = again | self._members
+                self._left |= left
             return False
         if self.trouble:
             log.warning("checkpoint index works again")
@@ -118,7 +147,11 @@ class Ledger:
             queries.forget_all(connection, self._namespace)
 
     def close(self) -> None:
-        self.flush()
+        if self.flush():
+            with contextlib.suppress(SQLAlchemyError):
+                self._ready()
+                with self._engine.execution_options(writes=True).begin() as connection:
+                    queries.forget_old_members(connection, self._namespace)
         self._engine.dispose()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    false,
+    func,
+    insert,
+    select,
+    update,
+)
 
-from statecache.index.tables import segments
+from statecache.index.tables import members, segments
 from statecache.keys import KEY_BYTES
 from statecache.recover import Known
 from statecache.tiers.base import SegmentHeader
@@ -21,9 +34,13 @@ ROWS_A_STATEMENT = 500
 _T = TypeVar("_T")
 
 
+MEMBERS_KEPT = 20_000
+"""Rows of sessions that are read at a start, the newest; pinned ones beside them."""
+
+
 def remember(connection: Connection, namespace: bytes, rows: Mapping[bytes, tuple[SegmentHeader, int]]) -> None:
     """Insert or replace rows: key → (header, bytes charged)."""
-    forget(connection, namespace, rows)
+    _delete(connection, segments, namespace, rows)
     now = time.time()
     values = [
         {
@@ -49,13 +66,46 @@ def remember(connection: Connection, namespace: bytes, rows: Mapping[bytes, tupl
 
 
 def forget(connection: Connection, namespace: bytes, keys: Iterable[bytes]) -> None:
-    """Delete rows; unknown keys are ignored."""
-    for some in _batches(keys, ROWS_A_STATEMENT):
-        connection.execute(delete(segments).where(segments.c.namespace == namespace, segments.c.segment.in_(some)))
+    """Delete rows and what sessions have to do with them; unknown keys are ignored."""
+    gone = list(keys)
+    for table in (segments, members):
+        _delete(connection, table, namespace, gone)
 
 
 def forget_all(connection: Connection, namespace: bytes) -> None:
+    """Segments only: what sessions have to do with them cannot be read from the files again."""
     connection.execute(delete(segments).where(segments.c.namespace == namespace))
+
+
+def join(connection: Connection, namespace: bytes, pinned: Mapping[tuple[str, bytes], bool]) -> None:
+    """Write down that sessions use states, and whether they pinned them."""
+    now = time.time()
+    of_session: dict[str, list[bytes]] = {}
+    for session, key in pinned:
+        of_session.setdefault(session, []).append(key)
+    for session, keys in of_session.items():
+        _delete(connection, members, namespace, keys, members.c.session == session)
+    values = [
+        {"namespace": namespace, "segment": key, "session": session, "pinned": is_pinned, "noted_at": now}
+        for (session, key), is_pinned in pinned.items()
+    ]
+    for some in _batches(values, ROWS_A_STATEMENT):
+        connection.execute(insert(members), some)
+
+
+def leave(connection: Connection, namespace: bytes, sessions: Iterable[str]) -> None:
+    """Forget sessions."""
+    for some in _batches(sessions, ROWS_A_STATEMENT):
+        connection.execute(delete(members).where(members.c.namespace == namespace, members.c.session.in_(some)))
+
+
+def forget_old_members(connection: Connection, namespace: bytes) -> None:
+    """Delete what users() would leave out."""
+    newest = select(members.c.noted_at).where(members.c.namespace == namespace).order_by(members.c.noted_at.desc())
+    oldest_kept = newest.offset(MEMBERS_KEPT - 1).limit(1).scalar_subquery()
+    connection.execute(
+        delete(members).where(members.c.namespace == namespace, members.c.pinned == false(), members.c.noted_at < oldest_kept)
+    )
 
 
 def used(connection: Connection, namespace: bytes, uses: Iterable[tuple[bytes, int, float]]) -> None:
@@ -78,6 +128,15 @@ def known(connection: Connection, namespace: bytes) -> dict[bytes, Known]:
         for row in rows
         if row.what in ("extent", "state", "logits")
     }
+
+
+def users(connection: Connection, namespace: bytes) -> dict[bytes, dict[str, bool]]:
+    """State segment → session → whether it pinned it; the newest and the pinned ones."""
+    found: dict[bytes, dict[str, bool]] = {}
+    wanted = select(members).where(members.c.namespace == namespace)
+    for row in connection.execute(wanted.order_by(members.c.pinned.desc(), members.c.noted_at.desc()).limit(MEMBERS_KEPT)):
+        found.setdefault(bytes(row.segment), {})[row.session] = row.pinned
+    return found
 
 
 def totals(connection: Connection) -> dict[bytes, tuple[int, int]]:
@@ -118,6 +177,11 @@ def deepest_statement(namespace: bytes, salt: bytes, keys: Sequence[bytes]) -> S
         segments.c.what == "state",
         segments.c.block_key.in_(keys),
     )
+
+
+def _delete(connection: Connection, table: Table, namespace: bytes, keys: Iterable[bytes], *also: ColumnElement[bool]) -> None:
+    for some in _batches(keys, ROWS_A_STATEMENT):
+        connection.execute(delete(table).where(table.c.namespace == namespace, table.c.segment.in_(some), *also))
 
 
 def _header(row: Row) -> SegmentHeader:

@@ -51,6 +51,13 @@ def filled(root: Path, url: str) -> np.ndarray:
     return tokens
 
 
+def killed(opened) -> None:
+    """Let go of everything without a last word."""
+    opened.writer.close(0.0)
+    opened.ledger._engine.dispose()
+    opened._held.release()
+
+
 def revisions() -> list[str]:
     engine = connect("sqlite://")
     with engine.connect() as connection:
@@ -105,6 +112,67 @@ def test_rows_follow_the_files_and_a_start_opens_none(tmp_path, database_url, mo
     again.close()
     files = {bytes.fromhex(p.stem) for p in tmp_path.glob("*/??/*.safetensors")}
     assert rows(database_url).keys() == files
+
+
+def test_lists_and_pins_come_back_after_a_restart(tmp_path, database_url):
+    first, tokens, other = states(tmp_path, database_url), context(1, 900), context(2, 300)
+    ids = [save(first.cache, tokens, position, session="a").checkpoint_id or "" for position in (100, 700)]
+    save(first.cache, other, 200, session="b")
+    with first.cache.match(tokens, SALT, session="b"):
+        pass
+    assert first.cache.pin(ids[0], "a")
+    first.close()
+
+    second = states(tmp_path, database_url)
+    listed = [(i.position, i.pinned) for i in second.cache.checkpoints("a")]
+    assert listed == [(100, True), (700, False)]
+    assert [i.position for i in second.cache.checkpoints("b")] == [200, 700]
+    assert not second.cache.evict(ids[0])
+    assert second.cache.unpin(ids[0], "a")
+    second.cache.forget("b")
+    close_books(second.cache)
+    second.close()
+
+    third = states(tmp_path, database_url)
+    assert [(i.position, i.pinned) for i in third.cache.checkpoints("a")] == [(100, False), (700, False)]
+    assert third.cache.checkpoints("b") == []
+    assert third.cache.evict(ids[0])
+    third.close()
+    fourth = states(tmp_path, database_url)
+    assert [i.position for i in fourth.cache.checkpoints("a")] == [700]
+    fourth.close()
+
+
+def test_a_pin_outlives_a_kill_even_of_what_was_in_memory_only(tmp_path, database_url):
+    first, tokens = states(tmp_path, database_url), context(1, 900)
+    checkpoint = save(first.cache, tokens, 100, session="a").checkpoint_id or ""
+    save(first.cache, tokens, 200, session="a")
+    assert first.cache.pin(checkpoint, "a")
+    assert first.writer is not None
+    assert first.writer.flush(20.0)
+    killed(first)
+    second = states(tmp_path, database_url)
+    assert [(i.position, i.pinned) for i in second.cache.checkpoints("a")] == [(100, True)]
+    second.close()
+
+
+def test_only_the_newest_lists_are_kept(tmp_path, database_url, monkeypatch):
+    monkeypatch.setattr(queries, "MEMBERS_KEPT", 3)
+    first, tokens = states(tmp_path, database_url), context(1, 900)
+    for number in range(6):
+        checkpoint = save(first.cache, tokens, 100, session=f"s{number}").checkpoint_id or ""
+        first.cache.want([checkpoint])
+        if number == 0:
+            first.cache.pin(checkpoint, "s0")
+        assert first.writer is not None
+        assert first.writer.flush(20.0)
+        assert first.ledger is not None
+        assert first.ledger.flush()
+    first.close()
+    second = states(tmp_path, database_url)
+    (record,) = second.cache._kept.records.values()
+    assert record.sessions == {"s0", "s4", "s5"}
+    second.close()
 
 
 @pytest.mark.parametrize("what", ["empty", "missing rows", "stale rows", "wrong sizes", "wrong tokens"])

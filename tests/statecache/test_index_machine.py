@@ -41,6 +41,7 @@ class DurableMachine(CacheMachine):
         self.states = open_states(NAMESPACE, LAYOUT, self.sizes[0], disk, policy=policy, clock=self.clock)
         assert self.states.writer is not None
         self.cache = self.states.cache
+        self.cache.on_waiting = lambda: None  # the machine copies, not the writer's thread
 
     def _copy_down(self):
         while self.cache.copy_one() is not None:
@@ -59,11 +60,12 @@ class DurableMachine(CacheMachine):
             match.release()
         self.open = []
         shelf = self.cache._kept.shelves[1]
-        while self.cache._staging.items:  # the writer's thread may be at it too
-            self._copy_down()
+        self.states.writer.close(0.0)  # ends its thread: what is there now is what counts
+        self._copy_down()
         if ending == "closed":
             self.cache.write_back()
         durable = {i: (h.state_bytes, h.logits_bytes) for i, h in shelf.holdings.items()}
+        users = {i: (set(r.sessions), set(r.pins)) for i, r in self.cache._kept.records.items() if i in durable}
         # A killed process notes nothing more; its lock ends with it.
         if ending == "killed":
             self.states.ledger._notes.clear()
@@ -81,6 +83,10 @@ class DurableMachine(CacheMachine):
         self._boot()
         shelf = self.cache._kept.shelves[1]
         assert {i: (h.state_bytes, h.logits_bytes) for i, h in shelf.holdings.items()} == durable
+        after = {i: (r.sessions, r.pins) for i, r in self.cache._kept.records.items()}
+        if ending == "closed":
+            assert after == users
+        assert all(after[i][0] <= users[i][0] and after[i][1] <= users[i][1] for i in durable)
 
     @invariant()
     def books_close(self):
@@ -105,6 +111,7 @@ class DurableMachine(CacheMachine):
             engine = connect(self.url)
             with engine.execution_options(writes=True).begin() as connection:
                 queries.forget_all(connection, NAMESPACE)
+                queries.leave(connection, NAMESPACE, ["s", "t"])
             engine.dispose()
             self.directory.cleanup()
 
