@@ -15,7 +15,7 @@ def test_the_last_table_fits_its_columns_without_a_break() -> None:
         prompt_tokens=1234,
         reused_tokens=1234,
         output_tokens=400,
-        restored_from="disk",
+        restored_from="device",
         checkpoint="tool_result @ 1234",
         divergence="tool_output_changed @ 1234",
         deadline_ms=30_000,
@@ -26,5 +26,5 @@ def test_the_last_table_fits_its_columns_without_a_break() -> None:
     Console(width=WIDTH, file=printed).print(responses_table([Row("10", figures)]))
     (line,) = (one for one in printed.getvalue().splitlines() if "1234" in one)
     assert len(line.rstrip()) <= WIDTH == 100
-    for cell in ("tool_result (disk)", "tool_output_changed @ 1234", "9999 ms missed", "400"):
+    for cell in ("tool_result (device)", "tool_output_changed @ 1234", "9999 ms missed", "400"):
         assert cell in line
