@@ -259,7 +259,7 @@ def responses_table(rows: Sequence[Row]) -> Table:
             str(f.prompt_tokens),
             str(f.reused_tokens),
             str(f.prompt_tokens - f.reused_tokens),
-            f"{f.checkpoint.split(' @ ')[0]} ({f.restored_from})" if f.checkpoint else "–",
+            f"{f.checkpoint.split(' @ ')[0]}, {f.restored_from}" if f.checkpoint else "–",
             f.divergence or "–",
             f"{f.ttft_ms} ms {f.deadline or ''}".rstrip() if f.ttft_ms is not None else f.deadline or "–",
             str(f.output_tokens),

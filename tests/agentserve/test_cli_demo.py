@@ -26,5 +26,5 @@ def test_the_last_table_fits_its_columns_without_a_break() -> None:
     Console(width=WIDTH, file=printed).print(responses_table([Row("10", figures)]))
     (line,) = (one for one in printed.getvalue().splitlines() if "1234" in one)
     assert len(line.rstrip()) <= WIDTH == 100
-    for cell in ("tool_result (device)", "tool_output_changed @ 1234", "9999 ms missed", "400"):
+    for cell in ("tool_result, device", "tool_output_changed @ 1234", "9999 ms missed", "400"):
         assert cell in line
