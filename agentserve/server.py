@@ -142,14 +142,20 @@ class Api:
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def models(self, request: Request) -> Response:
-        models = [_model_object(name) for name in self._model_names()]
+        models = [self._model_object(name) for name in self._model_names()]
         return page(models, more=False, id_of=lambda model: model["id"])
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["id"]
         if name not in self._model_names():
             raise NotFound(f"model '{name[:128]}' is not served here", "model")
-        return json_response(_model_object(name))
+        return json_response(self._model_object(name))
+
+    def _model_object(self, name: str) -> dict[str, Any]:
+        """context_length, not in the standard: tokens of prompt and answer; null while no worker has said."""
+        hello = self.services.worker.hello
+        length = None if hello is None else hello.max_context
+        return {"id": name, "object": "model", "created": 0, "owned_by": "agentserve", "context_length": length}
 
     def _model_names(self) -> list[str]:
         model = self.services.config.model
@@ -297,10 +303,6 @@ def _starting_after(request: Request) -> int:
     if not raw.isascii() or not raw.isdigit() or len(raw) > 9:
         raise InvalidValue(f"got '{raw[:16]}'; accepted: the sequence_number of an event", "starting_after")
     return int(raw)
-
-
-def _model_object(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "agentserve"}
 
 
 def _with_id(item: Item, response_id: str, index: int) -> Item:
