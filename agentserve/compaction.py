@@ -49,7 +49,8 @@ async def compact(request: Request, services: Services) -> Response:
     context = await resolve(turn, services, LocalResponses())
     if not context.items:
         raise InvalidValue("nothing to compact: there are no items", "input")
-    asked = replace(turn, items=(*turn.items, Message(role="user", content=(InputText(QUESTION),))))
+    question = Message(role="user", content=(InputText(QUESTION),))
+    asked = replace(turn, items=(*turn.items, question), aside=True)
     return await answer_turn(request, asked, services, _Compacted(services, principal, context.items))
 
 

@@ -201,7 +201,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `/v1/sessions`. Times are Unix seconds."""
+    """One line of `/v1/sessions`. Times are Unix seconds. stored: False if its turns are known until the server ends only."""
 
     id: str
     created_at: int
@@ -211,6 +211,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     reused_tokens: int = 0
     lineage: tuple[str, ...] = ()
+    stored: bool = True
 
 
 class Conversations(Protocol):

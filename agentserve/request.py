@@ -48,7 +48,7 @@ class TurnRequest:
     """One accepted turn. accepted_at: `time.monotonic()`. tools None: the parent's, if there is one.
 
     max_output_tokens: as asked, None = the server's default. top_logprobs None = none wanted. field_names: of fields that the
-    client knows by another name than Responses.
+    client knows by another name than Responses. aside: the server's own question, no turn of the session.
     """
 
     id: str
@@ -69,6 +69,7 @@ class TurnRequest:
     idempotency_key: str | None
     digest: bytes
     field_names: Mapping[str, str] = field(default_factory=dict)
+    aside: bool = False
 
     @property
     def store(self) -> bool:

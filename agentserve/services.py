@@ -17,6 +17,7 @@ from agentserve.quotas import Quotas
 from agentserve.replay import Endings
 from agentserve.sealing import Seal
 from agentserve.session.divergence import Contexts
+from agentserve.session.unstored import Unstored
 
 if TYPE_CHECKING:
     from agentserve.turn import Turn
@@ -43,6 +44,7 @@ class Services:
     quotas: Quotas = field(init=False)
     claims: Claims = field(default_factory=Claims)
     rules: Rules = field(default_factory=Rules)
+    unstored: Unstored = field(default_factory=Unstored)
     endings: Endings = field(default_factory=Endings)
     background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)
 

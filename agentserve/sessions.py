@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from agentserve.errors import NotFound
-from agentserve.http import json_response
+from agentserve.events import new_id
+from agentserve.http import json_response, read_object
+from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.pages import limit_of, page, principal_of
+from agentserve.protocol.responses import ResponseBody, encode_body
 from agentserve.services import Services
+
+
+class _Fork(Struct, frozen=True, kw_only=True):
+    response_id: str | None = None
 
 
 class SessionsApi:
@@ -23,34 +35,40 @@ class SessionsApi:
             Route("/v1/sessions", self.list, methods=["GET"]),
             Route("/v1/sessions/{id}", self.get, methods=["GET"]),
             Route("/v1/sessions/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/sessions/{id}/fork", self.fork, methods=["POST"]),
             Route("/v1/sessions/{id}/checkpoints", self.checkpoints, methods=["GET"]),
             Route("/v1/sessions/{id}/pin", self.pin, methods=["POST"]),
             Route("/v1/sessions/{id}/release", self.release, methods=["POST"]),
         ]
 
     async def list(self, request: Request) -> Response:
-        limit = limit_of(request)
-        rows = await self.services.store.sessions(principal_of(request).id, limit + 1, request.query_params.get("after"))
+        """Those of which nothing is stored first, then the stored ones."""
+        principal, limit, after = principal_of(request).id, limit_of(request), request.query_params.get("after")
+        known = self.services.unstored.rows(principal)
+        place = next((i for i, row in enumerate(known) if row.id == after), None)
+        unstored: list[SessionRow] = []
+        for row in known if after is None else [] if place is None else known[place + 1 :]:
+            if len(unstored) <= limit and await self._stored(request, row.id) is None:
+                unstored.append(row)
+        after = None if place is not None else after
+        stored = await self.services.store.sessions(principal, limit + 1, after)
+        rows = [*unstored, *stored]
         return page(rows[:limit], more=len(rows) > limit, id_of=lambda row: row.id)
 
     async def get(self, request: Request) -> Response:
-        row = await self.services.store.session(principal_of(request).id, request.path_params["id"])
-        if row is None:
-            raise _no_session(request.path_params["id"])
-        return json_response(row)
+        return json_response(await self._find(request))
 
     async def delete(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
-        if not await self.services.store.delete_session(principal_of(request).id, session_id):
+        session_id, principal = request.path_params["id"], principal_of(request).id
+        known = self.services.unstored.forget(principal, session_id)
+        if not await self.services.store.delete_session(principal, session_id) and not known:
             raise _no_session(session_id)
         self.services.worker.forget(session_id)
         return json_response({"id": session_id, "object": "session", "deleted": True})
 
     async def checkpoints(self, request: Request) -> Response:
-        session_id = request.path_params["id"]
-        if await self.services.store.session(principal_of(request).id, session_id) is None:
-            raise _no_session(session_id)
-        return json_response({"object": "list", "data": await self.services.worker.checkpoints(session_id)})
+        session = await self._find(request)
+        return json_response({"object": "list", "data": await self.services.worker.checkpoints(session.id)})
 
     async def pin(self, request: Request) -> Response:
         return await self._pin(request, True)
@@ -60,13 +78,58 @@ class SessionsApi:
 
     async def _pin(self, request: Request, pinned: bool) -> Response:
         """Of the checkpoint that `?checkpoint=` names; without it the deepest is pinned, or all are released."""
-        session_id, checkpoint = request.path_params["id"], request.query_params.get("checkpoint", "")
-        if await self.services.store.session(principal_of(request).id, session_id) is None:
-            raise _no_session(session_id)
-        rows = await self.services.worker.pin(session_id, checkpoint, pinned)
+        session, checkpoint = await self._find(request), request.query_params.get("checkpoint", "")
+        rows = await self.services.worker.pin(session.id, checkpoint, pinned)
         if rows is None:
             raise NotFound(f"no checkpoint '{checkpoint[:128]}' in this session", "checkpoint")
         return json_response({"object": "list", "data": rows})
+
+    async def fork(self, request: Request) -> Response:
+        """A session of its own that begins with what another says up to a response (`{"response_id": …}`, else its last)."""
+        session = await self._find(request)
+        body = await read_object(request, self.services, _Fork)
+        principal = principal_of(request)
+        response_id = body.response_id or session.last_response or ""
+        chain = await self.services.store.chain(principal.id, response_id)
+        if chain is None or chain[-1].session != session.id:
+            raise NotFound(f"Response with id '{response_id[:128]}' is not stored in this session.", "response_id")
+        await self.services.quotas.check_stored(principal.id, self.services.store)
+        last = await self.services.store.get(principal.id, response_id)
+        made = None if last is None else forked(chain, last)
+        if made is None:
+            raise NotFound(f"Response with id '{response_id[:128]}' not found.", "response_id")
+        await self.services.store.commit(made)
+        return json_response(await self.services.store.session(principal.id, made.session))
+
+    async def _stored(self, request: Request, session_id: str) -> SessionRow | None:
+        return await self.services.store.session(principal_of(request).id, session_id)
+
+    async def _find(self, request: Request) -> SessionRow:
+        session_id = request.path_params["id"]
+        row = await self._stored(request, session_id) or self.services.unstored.row(principal_of(request).id, session_id)
+        if row is None:
+            raise _no_session(session_id)
+        return row
+
+
+def forked(chain: Sequence[StoredResponse], last: StoredResponse) -> StoredResponse:
+    """The last response of a chain, with the whole context before it, as the first of a session of its own."""
+    before = tuple(item for turn in chain[:-1] for part in (turn.input, turn.output) for item in part)
+    body, name = msgspec.json.decode(last.body, type=ResponseBody), new_id("resp")
+    now = time.time()
+    return msgspec.structs.replace(
+        last,
+        id=name,
+        session=new_id("ses"),
+        parent=None,
+        follows=None,
+        created_at=now,
+        completed_at=now,
+        input=before + last.input,
+        body=encode_body(msgspec.structs.replace(body, id=name, previous_response_id=None, conversation=None)),
+        conversation=None,
+        request_digest=None,
+    )
 
 
 def _no_session(session_id: str) -> NotFound:

@@ -130,6 +130,8 @@ class Turn:
                     await services.store.commit(stored)
                 else:
                     self.local.add(stored)
+                    if not request.aside:
+                        services.unstored.add(stored, outcome.reused_tokens)
                 self.end()
             except TurnFailure as failure:
                 self.fail(failure)

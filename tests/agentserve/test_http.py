@@ -14,7 +14,7 @@ import pytest
 
 from agentserve.errors import TurnFailure
 from tests.fakes.canonical import check
-from tests.fakes.server import TOKEN, FakeServer, running, wait_for
+from tests.fakes.server import OTHER_TOKEN, TOKEN, FakeServer, running, wait_for
 from tests.fakes.text import call
 from tests.fakes.worker import answer, failing
 
@@ -235,3 +235,60 @@ def test_an_empty_text_is_no_input(server: FakeServer, client: httpx.Client) -> 
     first = client.post("/v1/responses", json={"input": "x"}).json()
     assert client.post("/v1/responses", json={"input": "", "previous_response_id": first["id"]}).status_code == 200
     assert [type(i).__name__ for i in server.text.renders[-1].items] == ["Message", "Message"]
+
+
+def test_sessions_of_which_nothing_is_stored_are_known_by_ids_and_sizes(server: FakeServer, client: httpx.Client) -> None:
+    """As Codex does: nothing is to be stored, and a resumed conversation is sent whole."""
+    user, more = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
+    stored = client.post("/v1/responses", json={"input": "other"}).json()
+    headers = {"session-id": "codex"}
+    first = client.post("/v1/responses", json={"input": [user], "store": False}, headers=headers).json()
+    grown = [user, {"role": "assistant", "content": "Hello there"}, more]
+    second = client.post("/v1/responses", json={"input": grown, "store": False}, headers=headers).json()
+    client.post("/v1/responses/compact", json={"input": grown}, headers=headers)
+    unstored, kept = client.get("/v1/sessions").json()["data"]
+    assert (unstored["turns"], unstored["lineage"], unstored["stored"]) == (2, [first["id"], second["id"]], False)
+    assert (kept["last_response"], kept["stored"]) == (stored["id"], True)
+    page = client.get("/v1/sessions?limit=1").json()
+    assert (page["data"], page["has_more"]) == ([unstored], True)
+    assert client.get(f"/v1/sessions?limit=1&after={page['last_id']}").json()["data"] == [kept]
+    path = f"/v1/sessions/{unstored['id']}"
+    assert client.get(path).json() == unstored
+    assert client.get(f"{path}/checkpoints").status_code == 200
+    with httpx.Client(base_url=server.url, headers={"x-api-key": OTHER_TOKEN}) as other:
+        assert other.get("/v1/sessions").json()["data"] == []
+        assert other.get(path).status_code == other.delete(path).status_code == 404
+    assert client.delete(path).json()["deleted"] is True
+    assert client.get(path).status_code == 404
+
+
+def test_a_session_is_forked_from_any_of_its_responses(server: FakeServer, client: httpx.Client) -> None:
+    first = client.post("/v1/responses", json={"input": "one", "tools": [{"type": "function", "name": "f"}]}).json()
+    second = client.post("/v1/responses", json={"input": "two", "previous_response_id": first["id"]}).json()
+    (session,) = client.get("/v1/sessions").json()["data"]
+    path = f"/v1/sessions/{session['id']}/fork"
+    fork = client.post(path, json={"response_id": second["id"]}).json()
+    assert fork["id"] != session["id"]
+    client.delete(f"/v1/sessions/{session['id']}")
+    branch = client.post("/v1/responses", json={"input": "three", "previous_response_id": fork["last_response"]}).json()
+    texts = [getattr(i, "text", "") for i in server.text.renders[-1].items]
+    assert texts == ["one", "Hello there", "two", "Hello there", "three"]
+    assert [t.name for t in server.text.renders[-1].tools] == ["f"]
+    (left,) = client.get("/v1/sessions").json()["data"]
+    assert (left["id"], left["lineage"]) == (fork["id"], [fork["last_response"], branch["id"]])
+    missing = client.post(f"/v1/sessions/{fork['id']}/fork", json={"response_id": "resp_0"})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "response_id")
+
+
+def test_two_branches_from_one_response_do_not_see_each_other(server: FakeServer, client: httpx.Client) -> None:
+    first = client.post("/v1/responses", json={"input": "root"}).json()
+    for name in ("left", "right"):
+        made = client.post("/v1/responses", json={"input": name, "previous_response_id": first["id"]}).json()
+        client.post("/v1/responses", json={"input": "again", "previous_response_id": made["id"]})
+        assert [getattr(i, "text", "") for i in server.text.renders[-1].items] == [
+            "root",
+            "Hello there",
+            name,
+            "Hello there",
+            "again",
+        ]
