@@ -96,6 +96,8 @@ def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]
     yield from _prefill_attention(geometry, make)
     yield from _recurrent(geometry, make, [geometry.prefill])
     yield from _union(geometry, make)
+    for tokens in sorted({min(64, geometry.prefill), geometry.prefill}):
+        yield from _grouped(geometry, make, tokens)
 
 
 def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
@@ -285,3 +287,20 @@ def _handoff(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
         reply.zero_()
     run = partial(ops.wait_reply, counts, make.ints([0]), reply, 1_000_000, make.ints([0] * 4))
     yield Case(f"wait_reply t{tokens}", run, 64)
+
+
+def _grouped(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    ids, pairs = _routes(g, make, tokens), tokens * g.top_k
+    order, offsets = make.empty(pairs, dtype=torch.int32), make.empty(g.experts + 1, dtype=torch.int32)
+    yield Case(f"group {tokens}", partial(ops.group, ids, g.experts, order, offsets), size(ids, order))
+    record = _record_bytes(g, make)
+    memory = make.values(g.experts, record // make.dtype.itemsize).view(torch.uint8)
+    slot_of, weights = make.ints(list(range(g.experts))), make.values(tokens, g.top_k, dtype=torch.float32)
+    x, inner = make.values(tokens, g.hidden), make.empty(pairs, g.inter)
+    out = make.values(tokens, g.hidden, dtype=torch.float32)
+    if make.device != "meta":
+        ops.group(ids, g.experts, order, offsets)
+    args = (x, ids, order, offsets, slot_of, weights, *_record(g, make, memory), inner, out)
+    read = (len(torch.unique(ids)) if make.device != "meta" else g.experts) * record
+    moved = read + size(x, out, out) + 2 * size(inner) + 2 * pairs * g.hidden * x.element_size()
+    yield Case(f"grouped_experts {tokens}", partial(ops.grouped_experts, *args), moved, 6 * pairs * g.inter * g.hidden)

@@ -12,6 +12,8 @@ from engine.kernels.triton.attention import decode_attention, decode_scratch, pr
 from engine.kernels.triton.conv import conv
 from engine.kernels.triton.delta import delta
 from engine.kernels.triton.fetch import fetch
+from engine.kernels.triton.group import group
+from engine.kernels.triton.grouped_experts import grouped_experts
 from engine.kernels.triton.handoff import publish, wait_reply
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
@@ -31,6 +33,8 @@ __all__ = [
     "fetch",
     "gated_norm",
     "gather",
+    "group",
+    "grouped_experts",
     "linear",
     "merge",
     "prefill_attention",

@@ -18,11 +18,11 @@ import triton.language as tl
 from engine.errors import ShapeMismatch
 from engine.kernels.triton import config
 from engine.kernels.triton.base import launch, workspace
+from engine.kernels.triton.group import count_blocks, sum_blocks
 
 _POLICIES = {"lru": 0, "lru_floor": 1, "frequency": 2}
 _MOST_EXPERTS, _MOST_SLOTS = 1024, 32768
 _ADMIT_PAIRS = 16
-_COUNT_PAIRS = 512
 
 _NEVER = tl.constexpr(2**62)
 _ABSENT = tl.constexpr(2**30)
@@ -185,18 +185,6 @@ def _admit(
 
 
 @triton.jit
-def _count(ids, sums, pairs, E: tl.constexpr, EP: tl.constexpr, SPAN: tl.constexpr, PAIRS: tl.constexpr):
-    """sums[block, e]: pairs of this block of SPAN that chose e."""
-    e, p = tl.arange(0, EP), tl.arange(0, PAIRS)
-    total = tl.zeros((EP,), tl.int32)
-    for start in range(0, SPAN, PAIRS):
-        at = tl.program_id(0) * SPAN + start + p
-        chosen = tl.load(ids + at, mask=at < pairs, other=-1)
-        total += tl.sum(tl.where(chosen[:, None] == e[None, :], 1, 0), 0)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * E + e, total, mask=e < E)
-
-
-@triton.jit
 def _union(
     sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, on_cpu, slot_of, work,
     counts, blocks, experts, slots, layers, layer, limit, cpu_below, pinned, floor,
@@ -209,11 +197,7 @@ def _union(
     result = tl.where(four == 0, 0, tl.load(counts + four))
     if FIRST:
         now += 1
-        tokens = tl.zeros((EP,), tl.int32)
-        row = tl.arange(0, 16)[:, None]
-        for block in range(0, blocks, 16):
-            inside = (block + row < blocks) & (e < experts)[None, :]
-            tokens += tl.sum(tl.load(sums + (block + row) * experts + e[None, :], mask=inside, other=0), 0)
+        tokens = sum_blocks(sums, blocks, experts, EP)
         active = tokens > 0
         slot = _hit(slot_for_id, last_use, heat, base, e, active, now)
         miss = active & (slot < 0)
@@ -308,11 +292,8 @@ def union(
     if not (ids.is_contiguous() and cpu.is_contiguous() and work.is_contiguous()) or cpu.shape != ids.shape:
         raise ShapeMismatch(f"union: cpu is {list(cpu.shape)}, ids {list(ids.shape)}, both contiguous")
     pairs, shape = ids.numel(), _shape(state)
-    blocks = triton.cdiv(pairs, _COUNT_PAIRS)
-    sums = workspace("union counts", blocks * state.experts, torch.int32, ids)
     on_cpu = workspace("union on cpu", state.experts, torch.int32, ids)
-    if first:
-        launch(_count, (blocks,), ids, sums, pairs, E=state.experts, EP=shape["EP"], SPAN=_COUNT_PAIRS, PAIRS=16, num_warps=8)
+    sums, blocks, _ = count_blocks(ids, state.experts) if first else (ids, 0, 0)
     launch(
         _union, (1,),
         sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,

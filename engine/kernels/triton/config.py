@@ -108,7 +108,7 @@ CONV_TOKENS = 16
 
 DELTA_CHUNK = 64
 DELTA_STEP_COLUMNS = 32
-DELTA_CHUNK_COLUMNS = 32
+DELTA_CHUNK_COLUMNS = 16
 
 FETCH_WORDS = 8192
 """64-bit words that one block of the fetch holds in flight: 8 blocks × 64 KiB cover the latency of the link."""

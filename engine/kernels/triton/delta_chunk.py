@@ -197,7 +197,7 @@ def delta_chunk(
     launch(
         _prepare, (triton.cdiv(longest, chunk), v_heads, len(rows)),
         mixed, a, b, a_log, dt_bias, starts, contexts, rows, *parts, mixed.stride(0), a.stride(0), b.stride(0),
-        VP=max(16, config.power(d_v)), PRECISION=kind, num_warps=8, num_stages=1, **shape,
+        VP=max(16, config.power(d_v)), PRECISION=kind, num_warps=8, num_stages=2, **shape,
     )  # fmt: skip
     columns = max(16, min(config.DELTA_CHUNK_COLUMNS, config.power(d_v)))
     launch(
