@@ -20,6 +20,7 @@ BENCHMARKS = (
     "executor",
     "event_cost",
     "saved_states",
+    "cache_cost",
     "reuse_scenarios",
     "strict_output",
 )
