@@ -21,6 +21,7 @@ BENCHMARKS = (
     "event_cost",
     "saved_states",
     "cache_cost",
+    "compression",
     "reuse_scenarios",
     "strict_output",
 )
