@@ -23,6 +23,7 @@ from agentserve.errors import (
     RateLimitExceeded,
     ServerError,
 )
+from agentserve.expectation import Expectation
 from agentserve.follow import follow
 from agentserve.interfaces import Principal
 from agentserve.outbox import Outbox
@@ -120,6 +121,7 @@ class Connection:
         self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
         self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._expectation = Expectation(services.store, services.worker, principal)
         self._steering = Steering(self._put_frame, limits.items)
         self._ending: _Ending | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -154,6 +156,7 @@ class Connection:
         """From accept to the end of the socket."""
         await self._receive()
         await self._send({"type": "websocket.accept"})
+        self._expectation.connected(self._headers)
         writer = self._writer = asyncio.create_task(self._write(), name="socket-writer")
         code = CLOSE_INTERNAL
         age_s = self.services.config.limits.connection_s
@@ -170,6 +173,7 @@ class Connection:
         finally:
             if expiry is not None:
                 expiry.cancel()
+            self._expectation.close()
             self._lanes.close()
             self._outbox.close(drop=True)
             writer.cancel()
@@ -254,6 +258,7 @@ class Connection:
 
     def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
         request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
+        self._expectation.goes_on(frame.previous_response_id)
         self._submit(request)
 
     def _submit(self, job: Job) -> None:

@@ -118,14 +118,15 @@ async def _chain(principal: str, response_id: str, store: Store, local: LocalRes
 def _first_session(request: TurnRequest) -> str:
     """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins."""
     if request.session_hint is not None:
-        seed = request.session_hint.encode()
-    else:
-        first_user = next(
-            (i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items)
-        )
-        head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
-        seed = msgspec.msgpack.encode((request.create.instructions, head))
-    return _session_id(request.principal.id, seed)
+        return named_session(request.principal.id, request.session_hint)
+    first_user = next((i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items))
+    head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
+    return _session_id(request.principal.id, msgspec.msgpack.encode((request.create.instructions, head)))
+
+
+def named_session(principal: str, hint: str) -> str:
+    """Id of the session that a client names by a cache key or a header, see request.py."""
+    return _session_id(principal, hint.encode())
 
 
 def _session_id(principal: str, seed: bytes) -> str:

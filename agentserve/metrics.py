@@ -81,6 +81,9 @@ class Metrics:
         self._write_back = gauge(
             "checkpoint_write_back", "Checkpoints that wait for the disk, or were evicted before", ("what",)
         )
+        self._prefetch = gauge(
+            "checkpoint_prefetch", "Checkpoints brought from disk before their turn came, and what became of them", ("what",)
+        )
         self._worker_counters = gauge("worker_counter", "Further counts that the worker reports", ("name",))
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,6 +157,8 @@ class Metrics:
                 self._tier.labels(tier=tier, what=what).set(value)
             elif name.startswith("write_back_"):
                 self._write_back.labels(what=name.removeprefix("write_back_")).set(value)
+            elif name.startswith("prefetch"):
+                self._prefetch.labels(what=name.removeprefix("prefetch_")).set(value)
 
     def render(self) -> bytes:
         """The text for `/metrics`, of type CONTENT_TYPE."""

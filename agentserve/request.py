@@ -239,6 +239,11 @@ def _model(name: str | None, config: Config) -> str:
 def _session_hint(create: ResponseCreate, headers: Mapping[str, str]) -> str | None:
     if create.prompt_cache_key:
         return f"key:{create.prompt_cache_key}"
+    return header_session(headers)
+
+
+def header_session(headers: Mapping[str, str]) -> str | None:
+    """What the headers call the session; None if they name none."""
     for name in SESSION_HEADERS:
         if headers.get(name):
             return f"header:{headers[name]}"

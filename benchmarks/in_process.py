@@ -159,4 +159,5 @@ class Server:
         return self.told.logits
 
     def close(self) -> None:
+        self.bridge.drain(60.0, everything=True)
         self.states.close()

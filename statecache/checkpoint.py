@@ -69,6 +69,7 @@ class CacheStats:
     waiting: checkpoints to be copied to the second tier. dropped: evicted from the first one before that.
     to_leave: on the device alone, to be copied because they should outlive the process. left_bytes: copied from there.
     left_uncopied: released there without any copy.
+    prefetched: checkpoints brought from disk before they were asked for; used, and wasted because they had to go before.
     """
 
     tiers: dict[TierName, TierStats]
@@ -85,6 +86,9 @@ class CacheStats:
     to_leave: int = 0
     left_bytes: int = 0
     left_uncopied: int = 0
+    prefetched: int = 0
+    prefetch_used: int = 0
+    prefetch_wasted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +96,7 @@ class Record:
     """A committed checkpoint. Mutable, owned by StateCache; a record in `in_use` matches or with pins is never evicted.
 
     fresh: its turn has not ended, so nobody knows yet what it is worth beside the turn's others; evicted last.
+    prefetched: brought to memory for a turn that has not come yet. expected_until: until then it is evicted after others.
     """
 
     id: str
@@ -105,6 +110,8 @@ class Record:
     hits: int = 0
     in_use: int = 0
     fresh: bool = False
+    prefetched: bool = False
+    expected_until: float = 0.0
     pins: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
 

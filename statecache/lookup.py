@@ -60,6 +60,18 @@ class Lookup:
                 self.matched_tokens += record.position
             return match
 
+    def peek(self, tokens: np.ndarray, salt: bytes) -> Match:
+        """See StateCache.peek."""
+        ids = token_bytes(tokens)
+        with self._lock:
+            walk = self._index.walk(salt, ids)
+            # Something will follow, so that no logits are needed.
+            record, _ = self._deepest(walk, len(ids) // 4 + 1, len(ids) // 4)
+            match = Match(self, ids, salt, "", Divergence(walk.depth, "none"))
+            if record is not None:
+                self._attach(match, record, counts=False)
+            return match
+
     def depth(self, tokens: np.ndarray, salt: bytes) -> int:
         """See StateCache.depth."""
         ids = token_bytes(tokens)
@@ -132,25 +144,30 @@ class Lookup:
             return Divergence(depth, "none")
         return Divergence(depth, "tokens")
 
-    def _attach(self, match: Match, record: Record) -> None:
-        record.hits += 1
-        record.used_at = self._clock()
-        self._kept.join(record, match.session)
+    def _attach(self, match: Match, record: Record, *, counts: bool = True) -> None:
+        """counts: somebody asked for it; else it is only looked at, for a context that goes on behind it."""
+        if counts:
+            record.hits += 1
+            record.used_at = self._clock()
+            self._kept.join(record, match.session)
+            self._kept.prefetch_used += record.prefetched
+            record.prefetched = False
         match.record = record
         match.position = record.position
         match.checkpoint_id = record.id
         match.kind = record.kind
         device = self._kept.device
         resident = None if device is None else device.residents.get(record.id)
-        if device is not None and resident is not None and (resident.logits or 4 * record.position < len(match.ids)):
+        goes_on = not counts or 4 * record.position < len(match.ids)
+        if device is not None and resident is not None and (resident.logits or goes_on):
             resident.readers += 1
-            device.hits += 1
+            device.hits += counts
             match.resident, match.tier, match.nbytes = resident, "device", 0
             return
         shelf = self._kept.shelf_of(record)
         assert shelf is not None
         record.in_use += 1
-        shelf.hits += 1
+        shelf.hits += counts
         match.tier = shelf.tier.name
         match.nbytes = shelf.context_bytes(record.position)
 

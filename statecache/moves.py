@@ -255,5 +255,6 @@ class Moves:
                 )
             )
         order = eviction_order(candidates, self._kept.policy)
-        order.sort(key=lambda checkpoint_id: bool(residents[checkpoint_id].record.pins))
+        records = {checkpoint_id: residents[checkpoint_id].record for checkpoint_id in order}
+        order.sort(key=lambda checkpoint_id: (bool(records[checkpoint_id].pins), records[checkpoint_id].expected_until > now))
         return iter([residents[checkpoint_id] for checkpoint_id in order])

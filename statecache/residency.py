@@ -48,6 +48,7 @@ class Residency:
         self.waiting: OrderedDict[str, None] = OrderedDict()
         """Ids to be copied down, in this order."""
         self.device: Device | None = None
+        self.prefetched = self.prefetch_used = self.prefetch_wasted = 0
         self.dropped = 0
         """Victims that were gone before they could be copied."""
         self.on_member: Callable[[str, bytes | None, bool], None] = lambda session, state, pinned: None
@@ -160,7 +161,8 @@ class Residency:
             raise TierFull(tier.name, needed, tier.budget_bytes)
         target = max(0, tier.budget_bytes - needed - tier.budget_bytes * self.policy.slack_permille // 1000)
         order = eviction_order(self._candidates(shelf), self.policy)
-        order.sort(key=lambda checkpoint_id: self.records[checkpoint_id].fresh)
+        now, records = self.clock(), self.records
+        order.sort(key=lambda checkpoint_id: (records[checkpoint_id].fresh, records[checkpoint_id].expected_until > now))
         if self._write_behind and shelf is self.shelves[0]:
             order.sort(key=lambda checkpoint_id: checkpoint_id in self.waiting)
         for checkpoint_id in order:
@@ -233,6 +235,9 @@ class Residency:
                 self.dropped += 1
         shelf.remove(record)
         shelf.evictions += 1
+        if shelf is self.shelves[0]:
+            self.prefetch_wasted += record.prefetched
+            record.prefetched = False
         if not self.is_anywhere(record):
             self._gone(record, remember=True)
 
@@ -250,6 +255,8 @@ class Residency:
     def _gone(self, record: Record, *, remember: bool, waits: bool = False) -> None:
         """A record has left its last shelf. Its tokens stay in the index for a while if `remember`."""
         del self.records[record.id]
+        self.prefetch_wasted += record.prefetched
+        record.prefetched = False
         if not waits:
             self.waiting.pop(record.id, None)
         for session in record.sessions:

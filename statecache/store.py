@@ -35,6 +35,8 @@ from statecache.tiers.base import Tier
 from statecache.types import BLOCK_TOKENS, Boundary, Layout, Payload, TierName
 
 log = logging.getLogger(__name__)
+PREFETCH_SHARE = 4
+"""One part in so many of the memory tier may hold what was prefetched and not used yet."""
 
 
 class StateCache:
@@ -233,6 +235,45 @@ class StateCache:
         with self._lock:
             return 0 if self._moves is None else self._moves.make_room(nbytes)
 
+    # ── before a turn comes ──────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, tokens: np.ndarray, salt: bytes, for_s: float) -> bool:
+        """A context that begins like `tokens` will come: evict its deepest checkpoint after others for so many seconds.
+
+        Returns whether it lies on a slow tier alone, so that prefetching it would help.
+        """
+        with self.peek(tokens, salt) as match, self._lock:
+            if match.record is not None:
+                match.record.expected_until = self._clock() + for_s
+            return match.tier == "disk"
+
+    def peek(self, tokens: np.ndarray, salt: bytes) -> Match:
+        """What match() will find for a context that goes on behind `tokens`; no use, hit or session is counted."""
+        return self._lookup.peek(tokens, salt)
+
+    def may_prefetch(self, nbytes: int) -> bool:
+        """Whether so many bytes may be brought to memory now, beside those that were brought there and not used yet."""
+        with self._lock:
+            upper = self._kept.shelves[0]
+            unused = sum(upper.context_bytes(r.position) for r in self._kept.records.values() if r.prefetched)
+            return unused + nbytes <= upper.tier.budget_bytes // PREFETCH_SHARE
+
+    def put_prefetched(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload) -> bool:
+        """put() of what a lower tier has. False: it is gone there by now, or memory has no room."""
+        with self._lock:
+            with self.peek(tokens[: boundary.position], salt) as match:
+                record = match.record
+            if record is None or record.position != boundary.position or self._kept.shelf_of(record) is self._kept.shelves[0]:
+                return False
+            used_at = record.used_at
+            self.put(tokens, salt, boundary, payload)
+            record.used_at = used_at
+            if self._kept.shelf_of(record) is not self._kept.shelves[0]:
+                return False
+            record.prefetched = True
+            self._kept.prefetched += 1
+            return True
+
     # ── lists, pins ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(self, session: str | None = None) -> list[CheckpointInfo]:
@@ -302,6 +343,9 @@ class StateCache:
                 0 if moves is None else moves.waiting,
                 0 if device is None else device.copied_bytes,
                 0 if device is None else device.dropped,
+                self._kept.prefetched,
+                self._kept.prefetch_used,
+                self._kept.prefetch_wasted,
             )
 
     def evict(self, checkpoint_id: str) -> bool:

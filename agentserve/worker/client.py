@@ -17,6 +17,7 @@ from agentserve.worker.messages import (
     CancelTurn,
     CheckpointRow,
     Checkpoints,
+    Expect,
     ForgetSession,
     FromWorker,
     Hello,
@@ -33,6 +34,7 @@ from agentserve.worker.messages import (
     ToWorker,
     TurnFailed,
     TurnFinished,
+    Unexpect,
 )
 from agentserve.worker.pipe import PipeClosed
 
@@ -193,6 +195,15 @@ class WorkerClient:
         """Let a deleted session's checkpoints fall to normal eviction."""
         if self.ready:
             self._try_send(ForgetSession(session))
+
+    def expect(self, key: str, ids: bytes, salt: bytes) -> None:
+        """A turn whose context begins with `ids` (u32le) will probably come; does nothing while no worker is ready."""
+        if self.ready:
+            self._try_send(Expect(key, ids, salt))
+
+    def unexpect(self, key: str) -> None:
+        if self.ready:
+            self._try_send(Unexpect(key))
 
     # ── for the supervisor ───────────────────────────────────────────────────────────────────────────────────────
 

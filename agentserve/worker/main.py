@@ -28,6 +28,7 @@ from agentserve.worker.messages import (
     PROTOCOL_VERSION,
     CancelTurn,
     Drain,
+    Expect,
     ForgetSession,
     Hello,
     ListCheckpoints,
@@ -37,6 +38,7 @@ from agentserve.worker.messages import (
     StartTurn,
     ToWorker,
     TurnFailed,
+    Unexpect,
 )
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.ports import EnginePort
@@ -44,6 +46,7 @@ from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.state_bridge import StateBridge, namespace_of
 from agentserve.worker.turn_loop import TurnLoop
 from statecache.durable import DiskSettings, SavedStates, open_states
+from statecache.prefetch import Prefetcher
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -144,6 +147,10 @@ class Worker:
                 self._turns.pin_checkpoint(frame)
             case ForgetSession():
                 self._bridge.forget(frame.session)
+            case Expect():
+                self._bridge.expect(frame.key, frame.ids, frame.salt)
+            case Unexpect():
+                self._bridge.unexpect(frame.key)
             case Drain():
                 self.drain()
 
@@ -262,7 +269,10 @@ def serve(
     learned = load_learned(learned_at)
     if learned is not None:
         engine.scheduler.pace.recall(learned.pace)
-    bridge = StateBridge(engine, states.cache, states.want, stays=settings.device_residency)
+    prefetcher = Prefetcher(states.cache)
+    if states.writer is not None:  # there is a disk
+        prefetcher.start()
+    bridge = StateBridge(engine, states.cache, states.want, stays=settings.device_residency, prefetch=prefetcher)
     grammars = Grammars(lambda: load_tokenizer(settings), info.vocab_size, lambda: _wake(wake))
     turns = TurnLoop(
         engine,
@@ -294,11 +304,13 @@ def serve(
     except PipeClosed:
         keep()
         grammars.close()
+        prefetcher.close()
         bridge.drain(CRASH_FLUSH_S / 2, everything=False)
         states.close(CRASH_FLUSH_S / 2, everything=False)
         raise
     keep()
     grammars.close()
+    prefetcher.close()
     bridge.drain(DRAIN_FLUSH_S / 2, everything=True)
     states.close(DRAIN_FLUSH_S / 2)
     return 0

@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -101,11 +101,28 @@ class ForgetSession(msgspec.Struct, frozen=True, tag="forget"):
     session: str
 
 
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """A turn will come whose context begins with these tokens (u32le): bring its state up, keep it from being evicted.
+
+    key: whoever expects it; a later one with the same key takes its place, Unexpect ends it. Not answered.
+    """
+
+    key: str
+    ids: bytes
+    salt: bytes
+
+
+class Unexpect(msgspec.Struct, frozen=True, tag="unexpect"):
+    """It does not come: what is being read for it is given up. Unknown keys are ignored."""
+
+    key: str
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running turns, accept no more, then exit 0."""
 
 
-ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Drain
+ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Expect | Unexpect | Drain
 
 
 # ── worker → server ──────────────────────────────────────────────────────────────────────────────────────────────

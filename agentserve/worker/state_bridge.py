@@ -32,11 +32,13 @@ from statecache.checkpoint import PutResult
 from statecache.experience import Experience
 from statecache.match import Match
 from statecache.policy import better_kind, worth_disk
+from statecache.prefetch import EXPECTED_S, Prefetcher
 from statecache.store import StateCache
 from statecache.types import Boundary, BoundaryKind, MarkerTable
 
 log = logging.getLogger(__name__)
 SESSIONS_FOLLOWED = 4096
+CALLS = (BoundaryKind.CALL_OPEN, BoundaryKind.CALL_CLOSE)
 BUSY_PIECE_BYTES = 4 << 20
 IDLE_PIECE_BYTES = 32 << 20
 """Copied from the engine's pools between two steps, and at once while nothing runs."""
@@ -73,6 +75,7 @@ class StateBridge:
         keep: Callable[[Sequence[str]], None] = lambda checkpoint_ids: None,
         *,
         stays: bool = True,
+        prefetch: Prefetcher | None = None,
     ) -> None:
         """keep(ids): told which checkpoints of an ended turn should outlive the process; must return at once.
 
@@ -82,6 +85,7 @@ class StateBridge:
         self._cache = cache
         self._keep = keep
         self._stays = stays
+        self._prefetch = prefetch or Prefetcher(cache)
         self._saves = any(tier.budget_bytes for tier in cache.stats().tiers.values())
         cache.attach(EnginePools(engine, self.release))
         engine.set_reclaim(self._reclaim)
@@ -275,6 +279,19 @@ class StateBridge:
             placed = [Boundary(position, kind) for position, kind in kept.saved.items()]
             self._keep([kept.placed[b.position] for b in worth_disk(placed, self._cache.policy)])
             self._cache.settle(kept.placed.values())
+            if any(b.kind in CALLS for b in kept.cuts.values() if b.position >= len(turn.ids)):
+                # A tool is called: its result will come, and everything up to here before it.
+                self._cache.expect(turn.tokens_until(max(kept.placed)), turn.start.salt, EXPECTED_S)
+
+    # ── before a turn comes ──────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, key: str, ids: bytes, salt: bytes) -> None:
+        """A turn whose context begins with these tokens will come: bring what is saved of it to memory, and keep it there."""
+        with self._cache_may_fail("expect"):
+            self._prefetch.expect(key, np.frombuffer(ids, "<u4"), salt)
+
+    def unexpect(self, key: str) -> None:
+        self._prefetch.cancel(key)
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -356,6 +373,11 @@ class StateBridge:
             stats = self._cache.stats()
             counters |= {"cache_matches": stats.matches, "cache_misses": stats.misses}
             counters |= {"write_back_waiting": stats.waiting + stats.to_leave, "write_back_dropped": stats.dropped}
+            counters |= {
+                "prefetched": stats.prefetched,
+                "prefetch_used": stats.prefetch_used,
+                "prefetch_wasted": stats.prefetch_wasted,
+            }
             counters |= {"device_copied_bytes": stats.left_bytes, "device_dropped": stats.left_uncopied}
             for name, tier in stats.tiers.items():
                 counters |= {

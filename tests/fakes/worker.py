@@ -108,6 +108,7 @@ class FakeWorker:
         self.cancelled: list[str] = []
         self.left: list[str] = []
         self.forgotten: list[str] = []
+        self.expected: dict[str, tuple[bytes, bytes]] = {}
         self._stop: dict[str, asyncio.Event] = {}
 
     async def run(self, start: StartTurn, on_tokens: Callable[[Tokens], bool] | None = None) -> AsyncGenerator[TurnFrame, None]:
@@ -158,3 +159,9 @@ class FakeWorker:
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
+
+    def expect(self, key: str, ids: bytes, salt: bytes) -> None:
+        self.expected[key] = (ids, salt)
+
+    def unexpect(self, key: str) -> None:
+        self.expected.pop(key, None)

@@ -318,3 +318,15 @@ def test_tokens_leave_before_states_are_copied(monkeypatch: pytest.MonkeyPatch) 
     assert h.answer(turn) == greedy(PROMPT, 8)
     assert len(h.of(turn, Saved)) > 0
     assert waiting == []
+
+
+def test_a_turn_that_calls_a_tool_is_expected_to_go_on_and_another_is_not() -> None:
+    h = Harness()
+    h.turn(PROMPT, session="calls", script=[30, 12, 34, 13, EOS], max_tokens=50)
+    h.turn([3, *PROMPT], session="says", script=[30, 31, EOS], max_tokens=50)
+    h.run()
+    expected = {
+        session: {i.position for i in h.cache.checkpoints(session) if h.cache._kept.records[i.id].expected_until > h.clock_s}
+        for session in ("calls", "says")
+    }
+    assert expected == {"calls": {len(PROMPT) + 4}, "says": set()}

@@ -1,0 +1,136 @@
+"""Brings checkpoints from disk to memory before their turn comes, one at a time, on a thread of its own.
+
+An agent that connects, or names the response it goes on from, will soon ask for what was saved of that session. Nothing waits
+for it here: reading and splitting happen outside of the cache's lock, and what is put into memory is put there without another
+copy. Bounded: what was brought and not used yet takes a quarter of the memory tier at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from statecache.errors import TierError
+from statecache.store import StateCache
+from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
+
+log = logging.getLogger(__name__)
+EXPECTED_S = 120.0
+"""How long the state of an expected turn is evicted after all others: nine of ten recorded pauses are shorter."""
+MOST_EXPECTED = 1024
+
+
+@dataclass(eq=False)
+class _Wanted:
+    tokens: np.ndarray
+    salt: bytes
+    cancelled: bool = False
+
+
+class Prefetcher:
+    """key: whoever expects something, such as a socket; it expects one thing at a time."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self._cache = cache
+        self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
+        self._running: tuple[str, _Wanted] | None = None
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stop = False
+        self._thread: threading.Thread | None = None
+
+    def expect(self, key: str, tokens: np.ndarray, salt: bytes) -> None:
+        """A turn whose context begins like `tokens` will come. Returns at once; what is in memory is only protected."""
+        if not self._cache.expect(tokens, salt, EXPECTED_S):
+            return
+        with self._lock:
+            if self._stop:
+                return
+            self._waiting[key] = _Wanted(tokens, salt)
+            while len(self._waiting) > MOST_EXPECTED:
+                self._waiting.popitem(last=False)
+        self._wake.set()
+
+    def cancel(self, key: str) -> None:
+        """It does not expect anything any more. What is being read for it is not kept."""
+        with self._lock:
+            self._waiting.pop(key, None)
+            if self._running is not None and self._running[0] == key:
+                self._running[1].cancelled = True
+
+    def start(self) -> None:
+        """Begin to work in the background; close() ends it."""
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is being read is given up."""
+        with self._lock:
+            self._stop = True
+            self._waiting.clear()
+            if self._running is not None:
+                self._running[1].cancelled = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def work(self) -> bool:
+        """Bring one. False: nothing is wanted."""
+        with self._lock:
+            if not self._waiting:
+                return False
+            self._running = self._waiting.popitem(last=False)
+            wanted = self._running[1]
+        try:
+            self._bring(wanted)
+        except TierError as error:
+            log.info("checkpoint not prefetched reason=%s", error)
+        except Exception:
+            log.warning("prefetch failed", exc_info=True)
+        finally:
+            with self._lock:
+                self._running = None
+        return True
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._wake.wait()
+            self._wake.clear()
+            while self.work():
+                pass
+
+    def _bring(self, wanted: _Wanted) -> None:
+        with self._cache.peek(wanted.tokens, wanted.salt) as match:
+            if match.tier != "disk" or match.kind is None or not self._cache.may_prefetch(match.nbytes):
+                return
+            payload = match.read()
+            if match.position != payload.position or payload.position == 0:
+                return
+            boundary = Boundary(match.position, match.kind)
+            split = _split(payload)
+            if not wanted.cancelled:
+                self._cache.put_prefetched(wanted.tokens, wanted.salt, boundary, split)
+
+
+def _split(payload: Payload) -> Payload:
+    """The same with an array of its own for each block and part, read-only, so that memory keeps them without a copy."""
+    runs: list[KvRun] = []
+    for run in payload.kv:
+        edges = [
+            run.start,
+            *range(run.start // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS, run.start + len(run.rows), BLOCK_TOKENS),
+        ]
+        for start, stop in zip(edges, [*edges[1:], run.start + len(run.rows)], strict=True):
+            runs.append(KvRun(start, _own(run.rows[start - run.start : stop - run.start])))
+    logits = None if payload.logits is None else payload.logits.copy()
+    return Payload(payload.position, tuple(runs), {name: _own(part) for name, part in payload.state.items()}, logits)
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
