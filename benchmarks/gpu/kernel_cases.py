@@ -235,10 +235,11 @@ def _admission(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
 
 def _union(g: Geometry, make: Maker) -> Iterator[Case]:
     ids, state = _routes(g, make, g.prefill), _slots(g, make, "lru_floor")
+    table = make.ints(list(range(g.experts + 1)))
     slot_of, cpu = make.ints([0] * g.experts), make.empty(*ids.shape, dtype=torch.int32)
     work, counts = make.ints([[0, 0]] * g.experts), make.ints([0] * 4)
     for first in (True, False):
-        run = partial(ops.union, state, 0, ids, 64, 2, first, slot_of, cpu, work, counts)
+        run = partial(ops.union, state, 0, ids, 64, table, first, slot_of, cpu, work, counts)
         yield Case(f"union {'first' if first else 'later'}", run, size(ids, cpu) if first else 0)
 
 
@@ -283,6 +284,14 @@ def _handoff(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     request, reply = mapped(make.ints([0] * 16)), mapped(make.ints([0] * 16))
     run = partial(ops.publish, x, ids, weights, counts, epoch, 0, request, mapped(x), mapped(ids), mapped(weights))
     yield Case(f"publish t{tokens}", run, size(x, ids, weights))
+    if tokens == 1:
+        clock = make.ints([0] * 4, torch.int64)
+        for begin in (True, False):
+            yield Case(f"stamp {'begin' if begin else 'end'}", partial(ops.stamp, clock, counts, begin), size(clock))
+        many, routes = make.values(64, g.hidden), _routes(g, make, 64)
+        some = make.values(64, g.top_k, dtype=torch.float32)
+        run = partial(ops.publish, many, routes, some, counts, epoch, 0, request, mapped(many), mapped(routes), mapped(some))
+        yield Case("publish t64", run, size(many, routes, some))
     if make.device != "meta":
         reply.zero_()
     run = partial(ops.wait_reply, counts, make.ints([0]), reply, 1_000_000, make.ints([0] * 4))

@@ -14,7 +14,7 @@ from engine.kernels.triton.delta import delta
 from engine.kernels.triton.fetch import fetch
 from engine.kernels.triton.group import group
 from engine.kernels.triton.grouped_experts import grouped_experts
-from engine.kernels.triton.handoff import publish, wait_reply
+from engine.kernels.triton.handoff import publish, stamp, wait_reply
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
 from engine.kernels.triton.prepare import attend_prepare
@@ -42,6 +42,7 @@ __all__ = [
     "route",
     "silu_mul",
     "slot_experts",
+    "stamp",
     "union",
     "wait_reply",
 ]

@@ -129,16 +129,17 @@ def _take(
 
 
 @triton.jit
-def _line_up(queue, order, waiting, experts, EP: tl.constexpr):
-    """Write the waiting experts to queue by rising order (distinct), −1 behind them. Returns their number."""
+def _line_up(queue, order, waiting, most, experts, EP: tl.constexpr):
+    """Write the first `most` waiting experts to queue by rising order (all distinct), −1 behind them. Returns which."""
     e = tl.arange(0, EP)
     before = tl.where(waiting[:, None] & (order[:, None] < order[None, :]), 1, 0)
     rank = tl.sum(before, 0)
-    count = tl.sum(tl.where(waiting, 1, 0), 0)
+    queued = waiting & (rank < most)
+    count = tl.sum(tl.where(queued, 1, 0), 0)
     tl.store(queue + e, -1 + tl.zeros((EP,), tl.int32), mask=(e >= count) & (e < experts))
-    tl.store(queue + rank, e, mask=waiting)
+    tl.store(queue + rank, e, mask=queued)
     tl.debug_barrier()
-    return count
+    return queued
 
 
 @triton.jit
@@ -162,9 +163,9 @@ def _admit(
     misses = tl.sum(tl.where(miss, 1, 0), 0)
     hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
     quota = tl.minimum(tl.load(table + tl.minimum(misses, entries - 1)), room)
-    waiting = _line_up(queue, first, miss & (base + e < pinned), experts, EP)
+    queued = _line_up(queue, first, miss & (base + e < pinned), quota, experts, EP)
     taken, given = _take(
-        queue, tl.minimum(quota, waiting), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
+        queue, tl.sum(tl.where(queued, 1, 0), 0), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
         slots, layers, experts, floor, True, POLICY, EP, SP, LP,
     )  # fmt: skip
     # One number for each expert: its slot times four, plus where it runs (0 resident, 1 fetched, 2 CPU).
@@ -187,8 +188,8 @@ def _admit(
 @triton.jit
 def _union(
     sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, on_cpu, slot_of, work,
-    counts, blocks, experts, slots, layers, layer, limit, cpu_below, pinned, floor,
-    FIRST: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
+    counts, table, blocks, experts, slots, layers, layer, limit, entries, pinned, floor,
+    FIRST: tl.constexpr, TABLE: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     e, four = tl.arange(0, EP), tl.arange(0, 4)
     base = layer * experts
@@ -201,16 +202,18 @@ def _union(
         active = tokens > 0
         slot = _hit(slot_for_id, last_use, heat, base, e, active, now)
         miss = active & (slot < 0)
-        left_out = miss & ((tokens <= cpu_below) | (base + e >= pinned))
-        tl.store(on_cpu + e, tl.where(left_out, 1, 0), mask=e < experts)
+        misses = tl.sum(tl.where(miss, 1, 0), 0)
+        quota = misses
+        if TABLE:
+            quota = tl.load(table + tl.minimum(misses, entries - 1))
         # Most tokens first, then the lowest id.
-        _line_up(round_ids, e - tokens.to(tl.int64) * EP, miss & ~left_out, experts, EP)
+        queued = _line_up(round_ids, e - tokens.to(tl.int64) * EP, miss & (base + e < pinned), quota, experts, EP)
+        left_out = miss & ~queued
+        tl.store(on_cpu + e, tl.where(left_out, 1, 0), mask=e < experts)
         other = tl.sum(tl.where(left_out, 1, 0), 0)
         hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
-        misses = tl.sum(tl.where(miss, 1, 0), 0)
         result = tl.where(four == 0, 0, tl.where(four == 1, other, tl.where(four == 2, hits, misses)))
-    queued = tl.load(round_ids + e, mask=e < experts, other=-1)
-    waiting = tl.sum(tl.where(queued >= 0, 1, 0), 0)
+    waiting = tl.sum(tl.where(tl.load(round_ids + e, mask=e < experts, other=-1) >= 0, 1, 0), 0)
     taken, given = _take(
         round_ids, tl.minimum(limit, waiting), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
         slots, layers, experts, floor, FIRST, POLICY, EP, SP, LP,
@@ -274,7 +277,7 @@ def union(
     layer: int,
     ids: torch.Tensor,
     limit: int,
-    cpu_below: int,
+    table: torch.Tensor | None,
     first: bool,
     slot_of: torch.Tensor,
     cpu: torch.Tensor,
@@ -283,23 +286,25 @@ def union(
 ) -> None:
     """One round of fetching what a prefill batch routes to.
 
-    ids: int32 [T, k]. The first round counts the step: residents are hit; misses of at most cpu_below tokens (or not pinned)
-    are left to the CPU; the others queue, most tokens first, then the lowest id. Each round gives slots to at most
-    min(limit, W) of them, while there are victims; the first never takes one that ids uses, later ones may (it has been
-    computed by then). slot_of: int32 [experts], the slots that can be computed after this round, −1 elsewhere. cpu: int32
-    [T, k], written in the first round. work, counts: as in `admit`.
+    ids: int32 [T, k]. The first round counts the step: residents are hit; misses line up, most tokens first, then the lowest
+    id; of m misses the first table[m] of that line (its last entry serves every larger m; without a table all) will be fetched,
+    and the others are the CPU's, as are those that are not pinned. Each round gives slots to at most min(limit, W) of the
+    line, while there are victims; the first never takes one that ids uses, later ones may (it has been computed by then).
+    table: int32 [n] or None. slot_of: int32 [experts], the slots that can be computed after this round, −1 elsewhere. cpu:
+    int32 [T, k], written in the first round. work, counts: as in `admit`.
     """
     if not (ids.is_contiguous() and cpu.is_contiguous() and work.is_contiguous()) or cpu.shape != ids.shape:
         raise ShapeMismatch(f"union: cpu is {list(cpu.shape)}, ids {list(ids.shape)}, both contiguous")
     pairs, shape = ids.numel(), _shape(state)
     on_cpu = workspace("union on cpu", state.experts, torch.int32, ids)
     sums, blocks, _ = count_blocks(ids, state.experts) if first else (ids, 0, 0)
+    given = counts if table is None else table
     launch(
         _union, (1,),
         sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
         state.round_ids, state.round_left, on_cpu, slot_of, work, counts,
-        blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)), cpu_below, state.pinned_ids,
-        state.floor, FIRST=first, **shape,
+        given, blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)), len(given),
+        state.pinned_ids, state.floor, FIRST=first, TABLE=table is not None, **shape,
     )  # fmt: skip
     if first:
         launch(_mark_cpu, (triton.cdiv(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)

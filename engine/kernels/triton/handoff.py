@@ -9,6 +9,8 @@ from __future__ import annotations
 
 # Kernel bodies are Triton's language, which only looks like Python to a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+import time
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,9 @@ import triton.language as tl
 from engine.errors import ShapeMismatch
 from engine.kernels.triton import config
 from engine.kernels.triton.base import INTERPRETED, launch
+
+_ALONE_TOKENS = 4
+"""Up to so many rows one block copies the payload and raises the flag; more are spread over the GPU first."""
 
 
 @triton.jit
@@ -50,18 +55,41 @@ def _clock_ns():
 
 
 @triton.jit
+def _payload(x, counts, box_x, hidden, x_row, b_row, BLOCK: tl.constexpr):
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.where(tl.load(counts + 1) > 0, hidden, 0)
+    value = tl.load(x + tl.program_id(0).to(tl.int64) * x_row + at, mask=inside)
+    tl.store(box_x + tl.program_id(0).to(tl.int64) * b_row + at, value, mask=inside)
+
+
+@triton.jit
+def _stamp(clock, counts, host_ns, BEGIN: tl.constexpr):
+    """One thread's work: it reads what it adds to."""
+    now = host_ns + _clock_ns()
+    if BEGIN:
+        tl.store(clock + 2, now)
+    else:
+        fetched = tl.load(counts)
+        spent, records = tl.load(clock) + now - tl.load(clock + 2), tl.load(clock + 1) + fetched
+        tl.debug_barrier()
+        tl.store(clock, spent, mask=fetched > 0)
+        tl.store(clock + 1, records, mask=fetched > 0)
+
+
+@triton.jit
 def _publish(
     x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights, layer, tokens, hidden, pairs, x_row, b_row,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    COPY: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(counts + 1) <= 0:
         return
-    at = tl.arange(0, BLOCK)
-    for token in range(0, tokens):
-        for start in range(0, hidden, BLOCK):
-            inside = start + at < hidden
-            value = tl.load(x + token * x_row + start + at, mask=inside)
-            tl.store(box_x + token * b_row + start + at, value, mask=inside)
+    if COPY:
+        at = tl.arange(0, BLOCK)
+        for token in range(0, tokens):
+            for start in range(0, hidden, BLOCK):
+                inside = start + at < hidden
+                value = tl.load(x + token * x_row + start + at, mask=inside)
+                tl.store(box_x + token * b_row + start + at, value, mask=inside)
     p = tl.arange(0, PAIRS)
     for start in range(0, pairs, PAIRS):
         inside = start + p < pairs
@@ -118,10 +146,17 @@ def publish(
         raise ShapeMismatch(f"publish of x {list(x.shape)}, ids {list(ids.shape)} through a box of {list(box_x.shape)}")
     if not all(t.is_contiguous() for t in (ids, weights, box_ids, box_weights)) or box_x.dtype != x.dtype:
         raise ShapeMismatch("publish wants contiguous ids and weights, and a box of x's type")
+    block = min(4096, config.power(hidden))
+    alone = tokens <= _ALONE_TOKENS
+    if not alone:
+        # Many rows by many blocks; the launch behind it starts when all of them are written.
+        launch(
+            _payload, (tokens, triton.cdiv(hidden, block)), x, counts, box_x, hidden, x.stride(0), box_x.stride(0), BLOCK=block
+        )
     launch(
         _publish, (1,), x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights,
         layer, tokens, hidden, ids.numel(), x.stride(0), box_x.stride(0),
-        BLOCK=min(4096, config.power(hidden)), PAIRS=min(512, config.power(ids.numel())), num_warps=4,
+        COPY=alone, BLOCK=block, PAIRS=min(512, config.power(ids.numel())), num_warps=4,
     )  # fmt: skip
 
 
@@ -133,3 +168,12 @@ def wait_reply(counts: torch.Tensor, epoch: torch.Tensor, reply: torch.Tensor, l
     interpreter a poll counts as a microsecond.
     """
     launch(_wait_reply, (1,), counts, epoch, reply, status, 1000 * limit_us, num_warps=1)
+
+
+def stamp(clock: torch.Tensor, counts: torch.Tensor, begin: bool) -> None:
+    """Time the fetch between two stamps, for the link's measured rate.
+
+    clock: int64 [4]: nanoseconds of fetches, records fetched, when the last one began. Without a fetch nothing is added.
+    """
+    host_ns = time.monotonic_ns() if INTERPRETED.value else 0
+    launch(_stamp, (1,), clock, counts, host_ns, BEGIN=begin, num_warps=1)

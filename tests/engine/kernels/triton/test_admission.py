@@ -185,16 +185,18 @@ def test_what_is_not_pinned_is_never_fetched() -> None:
 
 
 def expected_union(
-    state: State, slots: SlotMap, layer: int, tokens: dict[int, int], rounds: list[int], cpu_below: int
-) -> list[tuple[list[tuple[int, int]], dict[int, int]]]:
-    """For each round: the fetches in order, and which experts can be computed after it."""
+    state: State, slots: SlotMap, layer: int, tokens: dict[int, int], rounds: list[int], table: list[int] | None
+) -> tuple[set[int], list[tuple[list[tuple[int, int]], dict[int, int]]]]:
+    """The CPU's experts, and for each round: the fetches in order, and which experts can be computed after it."""
     base, out = layer * state.experts, []
     slots.tick()
     hits = {e: slots.slot_for_id[base + e] for e in tokens if slots.slot_for_id[base + e] != NONE}
     for slot in hits.values():
         slots.touch(slot)
-    missing = [e for e in tokens if e not in hits and tokens[e] > cpu_below and base + e < state.pinned_ids]
-    missing.sort(key=lambda e: (-tokens[e], e))
+    missed = sorted((e for e in tokens if e not in hits), key=lambda e: (-tokens[e], e))
+    quota = len(missed) if table is None else table[min(len(missed), len(table) - 1)]
+    missing = [e for e in missed if base + e < state.pinned_ids][:quota]
+    left_out = set(missed) - set(missing)
     for i, limit in enumerate(rounds):
         fetches: list[tuple[int, int]] = []
         for e in missing[:limit]:
@@ -206,7 +208,7 @@ def expected_union(
             fetches.append((base + e, slot))
         missing = missing[len(fetches) :]
         out.append((fetches, {**(hits if i == 0 else {}), **{flat - base: slot for flat, slot in fetches}}))
-    return out
+    return left_out, out
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -216,7 +218,7 @@ def expected_union(
         st.tuples(
             st.integers(0, 1),
             st.lists(st.lists(st.integers(-1, 8), min_size=2, max_size=2), min_size=1, max_size=20),
-            st.integers(0, 2),
+            st.sampled_from([None, [0, 1, 1, 2, 3], [0, 1, 2, 3, 4, 5, 5], [0]]),
             st.lists(st.integers(1, 7), min_size=1, max_size=3),
         ),
         min_size=1,
@@ -226,18 +228,18 @@ def expected_union(
 def test_union_fetches_the_busiest_first_in_rounds(policy: str, passes: list) -> None:
     state = State(2, 9, 6, policy, 16)
     slots = state.host()
-    for layer, ids, cpu_below, rounds in passes:
+    for layer, ids, table, rounds in passes:
         tokens: dict[int, int] = {}
         for e in (e for row in ids for e in row if e >= 0):
             tokens[e] = tokens.get(e, 0) + 1
         device_ids, slot_of, counts = ints(ids), ints([-7] * 9), ints([-7] * 4)
         cpu, work = torch.full_like(device_ids, -7), ints([[-7, -7]] * 5)
         known = {e for e in tokens if slots.slot_for_id[layer * 9 + e] != NONE}
-        left_out = {e for e in tokens if e not in known and (tokens[e] <= cpu_below or layer * 9 + e >= 16)}
-        want = expected_union(state, slots, layer, tokens, [min(n, 5) for n in rounds], cpu_below)
+        left_out, want = expected_union(state, slots, layer, tokens, [min(n, 5) for n in rounds], table)
+        device_table = None if table is None else ints(table)
         for i, limit in enumerate(rounds):
             before = state.totals.clone()
-            ops.union(state, layer, device_ids, limit, cpu_below, i == 0, slot_of, cpu, work, counts)
+            ops.union(state, layer, device_ids, limit, device_table, i == 0, slot_of, cpu, work, counts)
             fetches, where = want[i]
             assert [tuple(pair) for pair in work[: len(fetches)].tolist()] == fetches
             assert slot_of.tolist() == [where.get(e, NONE) for e in range(9)]

@@ -126,9 +126,9 @@ class Box:
             torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "layer"), [(1, 20, 0), (3, 5000, 1), (2, 64, 7)])
+@pytest.mark.parametrize(("tokens", "hidden", "layer"), [(1, 20, 0), (3, 5000, 1), (2, 64, 7), (6, 4100, 2)])
 def test_publish_writes_the_payload_under_a_new_epoch(dtype: torch.dtype, tokens: int, hidden: int, layer: int) -> None:
-    box = Box(4, hidden, 2, dtype)
+    box = Box(7, hidden, 2, dtype)
     x, ids, weights = spaced(randn(tokens, hidden, dtype=dtype)), ints([[3, -1]] * tokens), randn(tokens, 2)
     box.publish(x, ids, weights, ints([0, 1, 0, 0]), layer)
     assert box.epoch.tolist() == [41]
@@ -140,9 +140,12 @@ def test_publish_writes_the_payload_under_a_new_epoch(dtype: torch.dtype, tokens
 
 def test_a_layer_without_cpu_work_publishes_nothing_and_waits_for_nothing(dtype: torch.dtype) -> None:
     box, counts = Box(1, 16, 2, dtype), ints([3, 0, 5, 3])
-    box.publish(randn(1, 16, dtype=dtype), ints([[-1, -1]]), randn(1, 2), counts, 3)
-    assert box.epoch.tolist() == [40]
-    assert (box.request == -7).all()
+    for tokens in (1, 6):
+        box = Box(6, 16, 2, dtype)
+        box.publish(randn(tokens, 16, dtype=dtype), ints([[-1, -1]] * tokens), randn(tokens, 2), counts, 3)
+        assert box.epoch.tolist() == [40]
+        assert (box.request == -7).all()
+        assert (box.x == -7).all()
     ops.wait_reply(counts, box.epoch, box.reply, 10**9, box.status)
     assert box.status.tolist() == [0, 0, 0, 0]
 
@@ -176,3 +179,16 @@ def test_wait_sees_a_reply_that_comes_while_it_polls() -> None:
     ops.wait_reply(ints([0, 1, 0, 0]), box.epoch, box.reply, 60_000_000, box.status)
     thread.join()
     assert box.status.tolist() == [0, 0, 0, 0]
+
+
+def test_stamps_add_up_the_time_and_the_records_of_fetches() -> None:
+    clock, counts = ints([100, 5, 0, 0], torch.int64), ints([2, 0, 0, 0])
+    ops.stamp(clock, counts, True)
+    ops.stamp(clock, counts, False)
+    spent, records, began, _ = clock.tolist()
+    assert spent > 100
+    assert records == 7
+    assert began > 0
+    ops.stamp(clock, ints([0, 3, 0, 0]), True)
+    ops.stamp(clock, ints([0, 3, 0, 0]), False)
+    assert clock.tolist()[:2] == [spent, 7]
