@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
 from engine.errors import InvalidRequest
 from engine.kvcache.store import NO_ROW, Held, StateStore
-from engine.models.base import Model, SlotCounters
+from engine.models.base import Model, Pass, SlotCounters, Staged
 from engine.requests import check_hold, check_request, check_snapshot
 from engine.runner import load_model
 from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
@@ -44,6 +45,18 @@ from engine.types import (
     StateSnapshot,
     TokenEvent,
 )
+
+EDGE_NS = 50_000_000
+"""A pass that runs alone returns to the caller this often, who then hears of arrivals and cancels."""
+
+
+@dataclass(slots=True)
+class OpenPass:
+    """A pass that spans steps. spent_ns: on it so far."""
+
+    slices: list[Slice]
+    work: Pass
+    spent_ns: int = 0
 
 
 class Engine:
@@ -100,7 +113,8 @@ class Engine:
             chunk_tokens=config.chunk_tokens,
             step_tokens=int(config.step_tokens),
             restore_bytes=config.restore_bytes,
-            gap_us=config.decode_gap_ms * 1000,
+            # A staged pass is interrupted for the others instead of being cut short.
+            gap_us=0 if isinstance(model, Staged) else config.decode_gap_ms * 1000,
             clock=lambda: clock_ns() // 1000,
         )
         self.layout: StateLayout = self.store.layout
@@ -116,6 +130,8 @@ class Engine:
             weights_digest=weights_digest,
             numerics=spec.numerics,
         )
+        self._staged = model if isinstance(model, Staged) else None
+        self._open: OpenPass | None = None
         self._requests: dict[str, Running] = {}
         self._cancelled: dict[str, bool] = {}
         self._bytes_of: Callable[[int], bytes] | None = None
@@ -172,10 +188,15 @@ class Engine:
         seq = self._requests.get(request_id)
         if seq is None:
             raise InvalidRequest("request_id", request_id, "a request that is queued or running")
-        done = seq.computed if seq.restore is None else seq.restore.position
+        done = max(seq.computed if seq.restore is None else seq.restore.position, seq.busy_to)
         if position < max(1, done):
             raise InvalidRequest("position", position, f"{max(1, done)} or later")
-        seq.add_cut(position)
+        opened = self._open
+        planned = opened is not None and any(
+            part.seq is seq and position == cut for part in opened.slices for cut, _ in part.cuts
+        )
+        if not planned:
+            seq.add_cut(position)
 
     def cancel(self, request_id: str, hold: bool = False) -> None:
         """End a request, wherever it is; Finished("cancelled") comes from the next step. hold: also keep what is computed.
@@ -254,16 +275,64 @@ class Engine:
         try:
             with self._spoiling(self.scheduler.running):
                 slices = self._plan(events)
+            if self._staged is not None:
+                slices = self._open_pass(self._staged, slices)
             if slices:
                 began_ns = self._clock_ns()
                 logits = self._forward(slices)
                 with self._spoiling([part.seq for part in slices]):
                     self._publish(slices, logits, events)
                 self._count(slices, self._clock_ns() - began_ns)
+            if self._open is not None:
+                self._advance(self._open, bool(slices), events)
         except BaseException:
+            self._close_pass("another pass failed")
             self._unreturned = events
             raise
         return events
+
+    # ── passes that span steps ──────────────────────────────────────────────────────────────────────────────────
+
+    def _open_pass(self, model: Staged, slices: list[Slice]) -> list[Slice]:
+        """Begin a pass over the slices of several tokens. Returns the others, which a step runs by themselves."""
+        longer = [part for part in slices if part.end - part.start > 1]
+        if longer:
+            assert self._open is None
+            try:
+                work = model.begin(self._batch(longer), self.store.kv, self.store.states)
+            except BaseException:
+                self._abandon(longer)
+                raise
+            self._open = OpenPass(longer, work)
+            for part in longer:
+                part.seq.busy_to = part.end
+        return [part for part in slices if part.end - part.start == 1]
+
+    def _advance(self, opened: OpenPass, others: bool, events: list[EngineEvent]) -> None:
+        """Compute layers of the open pass: one where others decode beside it, else for about EDGE_NS."""
+        began_ns = self._clock_ns()
+        logits = opened.work.advance()
+        while logits is None and not others and self._clock_ns() - began_ns < EDGE_NS:
+            logits = opened.work.advance()
+        opened.spent_ns += self._clock_ns() - began_ns
+        if logits is None:
+            return
+        self._open = None
+        for part in opened.slices:
+            part.seq.busy_to = 0
+        with self._spoiling([part.seq for part in opened.slices]):
+            self._publish(opened.slices, logits, events)
+        self._count(opened.slices, opened.spent_ns)
+
+    def _close_pass(self, why: str) -> None:
+        """Give the open pass up and end its requests."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        for part in opened.slices:
+            part.seq.busy_to = 0
+            self._spoil(part.seq, why if part.seq.failed is None else part.seq.failed)
+        opened.work.abandon()
 
     def _plan(self, events: list[EngineEvent]) -> list[Slice]:
         """What can happen without a pass, and what the next pass computes."""
@@ -271,7 +340,7 @@ class Engine:
         self.scheduler.prepare()
         self._end_starved(events)
         self._before_pass(events)
-        return self.scheduler.slices()
+        return self.scheduler.slices(prefill=self._open is None)
 
     def _forward(self, slices: list[Slice]) -> torch.Tensor:
         try:
@@ -281,13 +350,15 @@ class Engine:
             raise
 
     def _end_cancelled(self, events: list[EngineEvent]) -> None:
-        for request_id, hold in self._cancelled.items():
+        for request_id, hold in list(self._cancelled.items()):
             seq = self._requests[request_id]
+            if seq.busy_to:
+                continue  # the pass that it is in ends soon; until then its state is of no position
+            del self._cancelled[request_id]
             if seq.failed is not None:
                 self._finish(seq, "error", events, error=seq.failed)
             else:
                 self._finish(seq, "cancelled", events, hold=hold)
-        self._cancelled.clear()
 
     def _end_starved(self, events: list[EngineEvent]) -> None:
         for seq in self.scheduler.take_starved():
@@ -296,7 +367,7 @@ class Engine:
     def _before_pass(self, events: list[EngineEvent]) -> None:
         """Holds at positions where the state already is, and first tokens of wholly restored prompts."""
         for seq in tuple(self.scheduler.running):
-            if seq.cuts and seq.cuts[0] <= seq.computed:
+            if not seq.busy_to and seq.cuts and seq.cuts[0] <= seq.computed:
                 seq.take_cuts(seq.computed)
                 row = self.scheduler.row_for_hold(seq)
                 if row is not None:
@@ -413,6 +484,7 @@ class Engine:
             self._hold(seq, seq.row, None if logits is None else logits.clone(), events)
         self.scheduler.retire(seq)
         del self._requests[seq.id]
+        self._cancelled.pop(seq.id, None)  # a pass may end what was cancelled while it ran
         events.append(Finished(seq.id, reason, seq.prompt_length, seq.output_length, error))
 
     def _abandon(self, slices: list[Slice]) -> None:
@@ -482,4 +554,4 @@ class Engine:
         assert {seq.id for seq in (*running, *waiting)} == set(self._requests)
         assert all(seq.table is not None for seq in running)
         assert all(seq.table is None and seq.row == NO_ROW and not seq.cut_rows for seq in waiting)
-        assert all(seq.failed is not None or not seq.cut_rows for seq in running)
+        assert all(seq.failed is not None or seq.busy_to or not seq.cut_rows for seq in running)

@@ -29,6 +29,14 @@ class Graph(Protocol):
         ...
 
 
+class Moment(Protocol):
+    """A point in what MAIN was told."""
+
+    def wait(self) -> None:
+        """Return once MAIN has come so far; SIDE may go on."""
+        ...
+
+
 class Device(Protocol):
     """One device and the two streams that this engine uses on it."""
 
@@ -54,6 +62,10 @@ class Device(Protocol):
 
     def run(self, tape: Tape) -> None:
         """Enqueue a tape after everything enqueued before."""
+        ...
+
+    def moment(self) -> Moment:
+        """Everything that MAIN was told up to now."""
         ...
 
     def capture(self, tape: Tape) -> Graph:

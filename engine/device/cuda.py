@@ -78,6 +78,11 @@ class CudaDevice:
         finally:
             torch.cuda.set_stream(main)
 
+    def moment(self) -> CudaMoment:
+        event = torch.cuda.Event()
+        event.record(self._main)
+        return CudaMoment(event)
+
     def capture(self, tape: Tape) -> torch.cuda.CUDAGraph:
         self._enqueue(tape, self._main)
         self.synchronize()
@@ -94,3 +99,14 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
         except RuntimeError as error:
             raise DeviceError(f"{self.name}: {error}") from error
+
+
+class CudaMoment:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error

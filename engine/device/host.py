@@ -90,6 +90,9 @@ class HostDevice:
         if entry.sets is not None:
             self._done.add(offset + entry.sets.index)
 
+    def moment(self) -> HostMoment:
+        return HostMoment()
+
     def capture(self, tape: Tape) -> HostGraph:
         self.run(tape)
         return HostGraph(self, tape)
@@ -108,3 +111,10 @@ class HostGraph:
     def replay(self) -> None:
         self._device.replays += 1
         self._device.run(self._tape)
+
+
+class HostMoment:
+    """MAIN is never behind."""
+
+    def wait(self) -> None:
+        pass

@@ -6,18 +6,21 @@ Knows bytes and where they lie; the steps (decode.py, prefill.py) say what runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from engine.device.base import Device
 from engine.errors import DeviceError
 from engine.moe.banks import ExpertBank
+from engine.moe.cost import ASSUMED, Rates
 from engine.moe.device_state import SlotState
-from engine.moe.dispatch import fetch_table
 from engine.moe.handoff import Executor, ExecutorState, Mailbox, explain, start_executor
 from engine.moe.host_bank import HostBank
+from engine.moe.modes import Mode
+from engine.moe.split import MissSplit
 
-HANDOFF_TOKENS = 256
+HANDOFF_TOKENS = 1024
 """Most tokens of one request to the CPU executor."""
 WAIT_LIMIT_US = 5_000_000
 """After this the device gives up waiting for the executor. The slowest right answer, 256 tokens over all experts of a layer on
@@ -28,11 +31,21 @@ class ExpertPool:
     """slots over all layers, or every expert resident.
 
     bank: records of flat ids, layer · experts + expert; its memory is given back if all are resident. memory: uint8 [slots,
-    record bytes], zeroed or not. top_k: choices of a token. max_rows: of a decode step.
+    record bytes]. top_k: choices of a token. max_rows: of a decode step. rates: as measured. mode: how decode misses are
+    divided, "auto" = by what is seen to be fastest.
     """
 
     def __init__(
-        self, device: Device, bank: HostBank, memory: torch.Tensor, experts: int, top_k: int, max_rows: int, policy: str
+        self,
+        device: Device,
+        bank: HostBank,
+        memory: torch.Tensor,
+        experts: int,
+        top_k: int,
+        max_rows: int,
+        policy: str,
+        rates: Rates = ASSUMED,
+        mode: Mode | Literal["auto"] = "auto",
     ) -> None:
         self.device, self.bank, self.memory = device, bank, memory
         self.experts, self.top_k = experts, top_k
@@ -43,13 +56,17 @@ class ExpertPool:
         self.state = SlotState.empty(self.layers, experts, self.slots, policy, place, bank.pinned_rows)
         self.resident = self.slots >= bank.rows
         self.counts = torch.zeros(4, dtype=torch.int32, device=place)
+        self.clock = torch.zeros(4, dtype=torch.int64, device=place)
         # Fetches of one layer of one step: never more than there are choices, experts or slots.
         most = max(1, min(max_rows * top_k, experts, self.slots))
         self.work = torch.zeros(most, 2, dtype=torch.int32, device=place)
-        self.table = torch.zeros(most + 1, dtype=torch.int32, device=place)
-        self.set_table(fetch_table(-1, most))
+        self.table = torch.zeros(max_rows * top_k + 1, dtype=torch.int32, device=place)
+        self._no_fetches = torch.zeros_like(self.table)
         self.box = Mailbox(device, HANDOFF_TOKENS, bank.record.hidden, top_k, bank.record.dtype)
         self.nothing = torch.zeros(HANDOFF_TOKENS, bank.record.hidden, device=place)
+        self.split = MissSplit(rates, bank.record.nbytes, top_k, max_rows, mode)
+        self._tables: dict[tuple[Mode, int], torch.Tensor] = {}
+        self._current: torch.Tensor | None = None
         self._executor: Executor | None = None
         if self.resident:
             memory[: bank.rows].copy_(bank.bytes)
@@ -62,13 +79,36 @@ class ExpertPool:
         rows = slice(ordinal * self.experts, (ordinal + 1) * self.experts)
         return ExpertBank(self.weights.gate_up[rows], self.weights.down[rows])
 
+    def use_table(self, rows: int, fetching: bool = True) -> None:
+        """Set how many misses of a layer the next decode steps of this many rows fetch; graphs stay. fetching False: none, for
+        while a pass streams: the link is busy, and owners must not change."""
+        if not fetching:
+            chosen = self._no_fetches
+        else:
+            key = (self.split.mode(rows), rows)
+            if key not in self._tables:
+                values = self.split.table(*key)
+                full = [values[min(m, len(values) - 1)] for m in range(len(self.table))]
+                assert all(0 <= q <= m for m, q in enumerate(full))
+                self._tables[key] = torch.tensor(full, dtype=torch.int32).to(self.table.device)
+            chosen = self._tables[key]
+        if chosen is not self._current:
+            self.table.copy_(chosen)
+            self._current = chosen
+
     def set_table(self, table: Sequence[int]) -> None:
-        """How many of m misses of a layer are fetched, for m = 0, 1, …; the last entry serves every larger m. Takes effect with
-        the next step; graphs stay."""
-        most = len(self.table)
-        full = [table[min(m, len(table) - 1)] for m in range(most)]
-        assert all(0 <= q <= m for m, q in enumerate(full))
-        self.table.copy_(torch.tensor(full, dtype=torch.int32))
+        """Always fetch so many of m misses, whatever was measured; the last entry serves every larger m."""
+        self.split.fix(tuple(table))
+        self._tables.clear()
+
+    def stepped(self, rows: int, step_ns: int) -> None:
+        """A decode step took this long: learn which mode is fastest, and now and then what link and CPU really do."""
+        if self._executor is None or not self.split.stepped(rows, step_ns):
+            return
+        state = self._executor.state()
+        fetch_ns, fetched = self.clock[:2].tolist()
+        if self.split.refit(fetch_ns, fetched * self.bank.record.nbytes, state.busy_ns, state.bytes):
+            self._tables.clear()
 
     def wake(self) -> None:
         if self._executor is not None:

@@ -1,6 +1,6 @@
 """How the routed experts of a prefill pass come to the device, layer by layer, and are computed there.
 
-Ways, chosen for each layer by the cost model (moe/cost.py):
+Ways, by the cost model (moe/cost.py), which looks at each layer:
 - resident: every expert has its slot; nothing moves.
 - union: only what the tokens route to is fetched, decided on the device, without waiting for it; the CPU may take the experts
   with few tokens meanwhile (co-execution).
@@ -14,40 +14,126 @@ from types import ModuleType
 
 import torch
 
+from engine.device.base import Moment
 from engine.device.tape import Lane, Tape
 from engine.gpu.decode import Buffers
 from engine.gpu.experts import HANDOFF_TOKENS, WAIT_LIMIT_US, ExpertPool
+from engine.gpu.stream import Streamer, expert_counts
+from engine.moe.cost import LayerPlan, plan_layer, ring_slots, streams
 
 
 class ExpertPass:
-    """The experts of one pass. part: buffers of a chunk."""
+    """The experts of one pass at a time: begin, run for each layer in order, end. part: buffers of a chunk.
 
-    def __init__(self, pool: ExpertPool, ops: ModuleType, part: Buffers, pass_rows: Buffers) -> None:
+    flops: of one token in one layer beside what experts it has, for the time behind which a stream hides.
+    """
+
+    def __init__(self, pool: ExpertPool, ops: ModuleType, part: Buffers, pass_rows: Buffers, flops: int) -> None:
         self._pool, self._ops, self._part, self._rows = pool, ops, part, pass_rows
+        self._flops = flops
         place = pool.device.torch_device
         self._slot_of = torch.full((pool.experts,), -1, dtype=torch.int32, device=place)
         self._work = torch.zeros(max(1, min(pool.experts, pool.slots)), 2, dtype=torch.int32, device=place)
+        self._counts = pool.device.pinned(pool.experts, dtype=torch.int32)
+        self._plans: list[LayerPlan] = []
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._stream: Streamer | None = None
+        self._routed: tuple[int, Moment] | None = None
+        self.ways = {"resident": 0, "union": 0, "stream": 0}
+        """Layers that went each way since the start."""
+
+    @property
+    def streaming(self) -> bool:
+        """Slots are lent: decode steps meanwhile must not fetch."""
+        return self._stream is not None
+
+    def begin(self, tokens: int) -> None:
+        """Plan a pass of so many tokens. Waits for the device once, unless all is resident."""
+        pool = self._pool
+        self._plans = []
+        if pool.resident:
+            return
+        slots = pool.state.pull()
+        rates, size = pool.split.rates, pool.bank.record.nbytes
+        record = pool.bank.record
+        flops = self._flops + 6 * pool.top_k * record.hidden * record.inter
+        for layer in range(pool.layers):
+            missing = pool.experts - slots.residents[layer]
+            plan = plan_layer(
+                rates,
+                size,
+                tokens=tokens,
+                top_k=pool.top_k,
+                experts=pool.experts,
+                missing=missing,
+                handoff_tokens=pool.box.tokens,
+                ring=ring_slots(pool.slots, pool.layers, pool.experts, missing),
+                compute_ns=tokens * flops // max(1, rates.gpu_gflops),
+            )
+            self._plans.append(plan)
+        if streams(self._plans):
+            self._stream = Streamer(pool, slots, range(pool.layers))
+
+    def end(self) -> None:
+        """The pass is over, or was given up: slots are returned."""
+        stream, self._stream, self._routed = self._stream, None, None
+        if stream is not None:
+            stream.close()
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the routed experts' outputs of MoE layer `layer` to residual f32 [T, H]."""
-        if not len(x):
-            return
         if self._pool.resident:
+            self.ways["resident"] += 1
             first = layer * self._pool.experts
             self._slot_of.copy_(torch.arange(first, first + self._pool.experts, dtype=torch.int32))
             self._compute(x, ids, weights, residual)
+        elif self._stream is not None:
+            self.ways["stream"] += 1
+            self._streamed(self._stream, layer, x, ids, weights, residual)
         else:
-            self._union(layer, x, ids, weights, residual, cpu_below=0)
+            self.ways["union"] += 1
+            self._union(layer, x, ids, weights, residual, self._plans[layer].table)
+
+    def _streamed(
+        self,
+        stream: Streamer,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> None:
+        pool = self._pool
+        if self._routed is not None:
+            # The host stays one layer ahead of the device, no more: what is known of the layer before decides what stays.
+            before, moment = self._routed
+            moment.wait()
+            stream.keep_hot(before, self._counts.tolist())
+        self._counts.copy_(expert_counts(ids, pool.experts), non_blocking=True)
+        self._routed = (layer, pool.device.moment())
+        for where in stream.parts(layer):
+            values = [where.get(e, -1) for e in range(pool.experts)]
+            self._slot_of.copy_(torch.tensor(values, dtype=torch.int32))
+            self._compute(x, ids, weights, residual)
 
     def _union(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor, cpu_below: int
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor,
+        table: tuple[int, ...] | None,
     ) -> None:
         pool, ops = self._pool, self._ops
         there = self._rows.get("ids_there", len(ids), ids.shape[1], torch.int32)
-        use_cpu = cpu_below > 0 or pool.bank.pinned_rows < pool.bank.rows
+        use_cpu = table is not None or pool.bank.pinned_rows < pool.bank.rows
+        quota = None if table is None else self._tables.get(table)
+        if table is not None and quota is None:
+            quota = self._tables[table] = torch.tensor(table, dtype=torch.int32).to(pool.device.torch_device)
         for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, pool.state.floor)):
             tape = Tape()
-            args = (pool.state, layer, ids, pool.slots, cpu_below, turn == 0, self._slot_of, there, self._work, pool.counts)
+            args = (pool.state, layer, ids, pool.slots, quota, turn == 0, self._slot_of, there, self._work, pool.counts)
             tape.add(lambda args=args: ops.union(*args))
             if turn == 0 and use_cpu:
                 self._ask(tape, layer, x, there, weights, slice(0, HANDOFF_TOKENS))

@@ -29,7 +29,7 @@ CHUNK_ROWS = 2048
 OPERATIONS = (
     *("gather", "add_norm", "linear", "silu_mul", "gated_norm", "attend_prepare", "decode_scratch", "decode_attention"),
     *("prefill_attention", "conv", "delta", "route", "admit", "fetch", "slot_experts", "publish", "wait_reply", "merge"),
-    *("union", "group", "grouped_experts"),
+    *("union", "group", "grouped_experts", "stamp"),
 )
 """What a set of kernels must have; kernels/plain.py says what each does."""
 Progress = Callable[[float, str], None]

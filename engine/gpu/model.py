@@ -5,11 +5,13 @@ Knows nothing of requests; engine.py hands over flat batches, as to every backen
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 
+from engine.attention.base import Attention
 from engine.batch import ForwardBatch, SeqSlice
 from engine.device.base import Device, Graph
 from engine.gpu.decode import Buffers, DecodeStep
@@ -19,6 +21,7 @@ from engine.gpu.prefill import PrefillStep
 from engine.gpu.tables import DecodeTables
 from engine.models.base import KvPools, ModelSpec, RecurrentPools
 from engine.models.decoder import Decoder
+from engine.moe.layer import Moe
 
 
 class GpuModel:
@@ -46,13 +49,20 @@ class GpuModel:
         self._decode_buffers = Buffers(max_rows, decoder.spec.dtype, place)
         self._pass_buffers = Buffers(pass_tokens, decoder.spec.dtype, place)
         self._chunk_buffers = Buffers(min(chunk_rows, pass_tokens), decoder.spec.dtype, place)
-        self._expert_pass = None if experts is None else ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers)
+        self.expert_pass: ExpertPass | None = None
+        if experts is not None:
+            flops = 2 * dense_weights(decoder) // len(decoder.layers)
+            self.expert_pass = ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers, flops)
         self._tables: DecodeTables | None = None
         self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
         self._pools: tuple[KvPools, RecurrentPools] | None = None
         self._sizes = graph_sizes(max_rows)
         decoder.rope.reach(max_context)
         decoder.rope.move(place)
+
+    @property
+    def _in_pass(self) -> bool:
+        return self.expert_pass is not None and self.expert_pass.streaming
 
     @property
     def spec(self) -> ModelSpec:
@@ -127,8 +137,10 @@ class GpuModel:
             graph, logits = self._graph(len(part))
             assert self._tables is not None
             self._tables.fill(tokens[first : first + most], part)
-            if self.experts is not None:
+            if self.experts is not None and self.expert_pass is not None:
+                self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
                 self.experts.wake()
+            began = time.perf_counter_ns()
             graph.replay()
             for seq in part:
                 for cut in seq.cuts:
@@ -138,32 +150,36 @@ class GpuModel:
             # The tables' host copy may be written again only now, and a failed executor must be seen before a token is drawn.
             self.device.synchronize()
             self._check()
+            if self.experts is not None and not self._in_pass:
+                self.experts.stepped(len(part), time.perf_counter_ns() - began)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # ── prefill ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prefill(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+    def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> GpuPass:
+        """See models/base.Staged. One at a time."""
+        self._bind(kv, states)
         if len(batch.token_ids) > self._pass_buffers.rows:
             raise ValueError(f"a pass of {len(batch.token_ids)} tokens exceeds the buffers' {self._pass_buffers.rows}")
-        step = PrefillStep(
-            batch,
-            self.spec,
-            self._ops,
-            self._pass_buffers,
-            self._chunk_buffers,
-            self._expert_pass,
-            kv,
-            states,
-            self._decoder.rope,
-            self.device.torch_device,
-        )
-        logits = self._decoder.run(step)
+        place = self.device.torch_device
+        buffers = (self._pass_buffers, self._chunk_buffers)
+        step = PrefillStep(batch, self.spec, self._ops, *buffers, self.expert_pass, kv, states, self._decoder.rope, place)
+        return GpuPass(self, self._decoder, step, len(batch.token_ids))
+
+    def _prefill(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+        work = self.begin(batch, kv, states)
+        while True:
+            logits = work.advance()
+            if logits is not None:
+                return logits
+
+    def settle(self) -> None:
+        """Wait for the device. Raises DeviceError if the device or the executor failed."""
         experts = self.experts
         if experts is not None and not experts.resident:
             experts.box.status_host.copy_(experts.box.status, non_blocking=True)
         self.device.synchronize()
         self._check()
-        return logits
 
     def _check(self) -> None:
         if self.experts is not None:
@@ -174,6 +190,49 @@ class GpuModel:
         self.device.synchronize()
         if self.experts is not None:
             self.experts.close()
+
+
+class GpuPass:
+    """See models/base.Pass."""
+
+    def __init__(self, model: GpuModel, decoder: Decoder, step: PrefillStep, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+        self._experts = model.expert_pass
+        self._stages = decoder.stages(step)
+        self._begun = False
+
+    def advance(self) -> torch.Tensor | None:
+        try:
+            if not self._begun and self._experts is not None:
+                self._experts.begin(self._tokens)
+            self._begun = True
+            next(self._stages)
+        except StopIteration as end:
+            if self._experts is not None:
+                self._experts.end()
+            self._model.settle()
+            return end.value
+        except BaseException:
+            self.abandon()
+            raise
+        return None
+
+    def abandon(self) -> None:
+        self._stages.close()
+        if self._experts is not None:
+            self._experts.end()
+
+
+def dense_weights(decoder: Decoder) -> int:
+    """Weights of all layers that every token goes through, without routed experts, embedding and head."""
+    count = 0
+    for layer in decoder.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        first = mixer.qkv if isinstance(mixer, Attention) else mixer.project
+        count += first.weight.numel() + mixer.out.weight.numel()
+        dense = mlp.shared if isinstance(mlp, Moe) else mlp
+        count += 0 if dense is None else dense.gate_up.numel() + dense.down.numel()
+    return count
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -252,6 +252,17 @@ def fetch(bank: Tensor, pool: Tensor, work: Tensor, counts: Tensor) -> None:
         pool[slot] = bank[flat_id].to(pool.device)
 
 
+def stamp(clock: Tensor, counts: Tensor, begin: bool) -> None:
+    """Measure the fetch between two stamps. clock: int64 [4]: nanoseconds of fetches, records fetched, when the last one
+    began."""
+    now = time.monotonic_ns()
+    if begin:
+        clock[2] = now
+    elif int(counts[0]):
+        clock[0] += now - clock[2]
+        clock[1] += int(counts[0])
+
+
 def admit(
     state: SlotState,
     layer: int,
@@ -300,7 +311,7 @@ def union(
     layer: int,
     ids: Tensor,
     limit: int,
-    cpu_below: int,
+    table: Tensor | None,
     first: bool,
     slot_of: Tensor,
     cpu: Tensor,
@@ -310,8 +321,9 @@ def union(
     """One round of fetching what a prefill batch routes to: slot_of int32 [E] says which experts can be computed after it.
 
     Misses with the most tokens first, then the lowest id; at most min(limit, W) and as many as there are victims, never one
-    that ids uses. first: the step is counted, and misses of at most cpu_below tokens are left to the CPU (cpu int32 [T, k]). In
-    later rounds slot_of has only what that round fetched. counts as in `admit`.
+    that ids uses. first: the step is counted; of m misses the first table[m] of that order are fetched over all rounds, and
+    the others are the CPU's (cpu int32 [T, k]), as are those that are not pinned; without a table all are fetched. In later
+    rounds slot_of has only what that round fetched. counts as in `admit`.
     """
     flat = ids.flatten().tolist()
     tokens: dict[int, int] = {}
@@ -325,14 +337,15 @@ def union(
     if first:
         _tick(state)
         cpu.fill_(NONE)
-        state.round_left.copy_(torch.tensor(0, dtype=torch.int32))
         for e in hits:
             _touch(state, where[e])
             slot_of[e] = where[e]
         misses = sorted((e for e in tokens if where[e] < 0), key=lambda e: (-tokens[e], e))
-        on_cpu = {e for e in misses if tokens[e] <= cpu_below or base + e >= state.pinned_ids}
+        fetchable = [e for e in misses if base + e < state.pinned_ids]
+        quota = len(misses) if table is None else int(table[min(len(misses), len(table) - 1)])
+        waiting = fetchable[:quota]
+        on_cpu = set(misses) - set(waiting)
         state.round_ids.fill_(NONE)
-        waiting = [e for e in misses if e not in on_cpu]
         state.round_ids[: len(waiting)] = torch.tensor(waiting, dtype=torch.int32)
         state.round_left.fill_(len(waiting))
         _rewrite(cpu, ids, {e: e for e in on_cpu})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -83,6 +83,28 @@ class RecurrentPools(Protocol):
     def delta(self) -> Sequence[torch.Tensor]: ...
     @property
     def conv(self) -> Sequence[torch.Tensor]: ...
+
+
+class Pass(Protocol):
+    """A forward pass under way."""
+
+    def advance(self) -> torch.Tensor | None:
+        """Go on to the edge of the next layer. The logits, as forward() returns them, at the end. Raises what forward()
+        does."""
+        ...
+
+    def abandon(self) -> None:
+        """Give the pass up; state rows of its sequences are then undefined."""
+        ...
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A model whose passes can be interrupted at the edges of layers, for decode steps of other sequences."""
+
+    def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:
+        """Begin a pass. Until it is over or abandoned, forward() may run other sequences."""
+        ...
 
 
 class SlotCounters(Protocol):

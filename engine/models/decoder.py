@@ -6,6 +6,7 @@ checkpoint names them is said in its own file.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,16 @@ class Decoder:
     rope: RopeTable
 
     def run(self, step: Step) -> torch.Tensor:
-        """One forward pass. Returns logits f32 [wanted rows, vocab].
+        """One forward pass. Returns logits f32 [wanted rows, vocab]."""
+        stages = self.stages(step)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                return end.value
+
+    def stages(self, step: Step) -> Generator[int, None, torch.Tensor]:
+        """The same, layer by layer: yields the index of each layer that is done, and returns the logits.
 
         The last layer's channel mixer runs only where logits are wanted: nothing else reads its output.
         """
@@ -59,6 +69,7 @@ class Decoder:
             h = step.norm(x, layer.mlp_norm)
             h = step.moe(h, layer.mlp) if isinstance(layer.mlp, Moe) else step.mlp(h, layer.mlp)
             x = step.add(x, h)
+            yield index
         return step.logits(step.norm(x, self.norm), self.head)
 
 

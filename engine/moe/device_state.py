@@ -1,11 +1,12 @@
 """The slot cache's maps where kernels read them. The same integers as slots.SlotMap, as tensors on the device.
 
-Kernels change them (admission), and so does the host between steps (ring, resize) through `pull` and `push`. The maps are exact
-inverses whenever a kernel can read them: see kernels/plain.admit for the order in which owners and bytes change.
+Kernels change them (admission), and so does the host between steps (ring, resize) through `pull` and `write_back`. The maps
+are exact inverses whenever a kernel can read them: see kernels/plain.admit for the order in which owners and bytes change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +84,30 @@ class SlotState:
         copy.step = int(self.step)
         return copy
 
-    def push(self, slots: SlotMap) -> None:
-        """Make the device's maps those of a copy that was pulled and changed, in stream order."""
-        owners = [LENT if slot in slots.lent else owner for slot, owner in enumerate(slots.id_of_slot)]
-        for tensor, values in (
-            (self.id_of_slot, owners),
-            (self.slot_for_id, slots.slot_for_id),
-            (self.last_use, slots.last_use),
-            (self.heat, slots.heat),
-            (self.residents, slots.residents),
-            (self.step, [slots.step]),
-        ):
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+    def write_back(self, slots: SlotMap, changed: Sequence[int]) -> None:
+        """Give some slots, on the device, the owners that they have in a copy that was pulled, in stream order.
+
+        changed: every slot whose owner, or being lent, differs from the device's. Nothing else may have changed owners since
+        the pull. An expert that lost its slot is written before one that gained it could be read.
+        """
+        if not changed:
+            return
+        at = self._put(sorted(set(changed)), torch.int64)
+        before = self.id_of_slot[at].long()
+        owners = [LENT if s in slots.lent else slots.id_of_slot[s] for s in sorted(set(changed))]
+        # One beyond the end takes what belongs to nobody.
+        table = torch.cat([self.slot_for_id, self.slot_for_id.new_zeros(1)])
+        table[torch.where(before >= 0, before, len(table) - 1)] = NONE
+        now = self._put(owners, torch.int64)
+        table[torch.where(now >= 0, now, len(table) - 1)] = at.int()
+        self.slot_for_id.copy_(table[:-1])
+        self.id_of_slot[at] = now.int()
+        self.last_use[at] = self._put([slots.last_use[s] for s in sorted(set(changed))], torch.int64)
+        self.heat[at] = self._put([slots.heat[s] for s in sorted(set(changed))], torch.int32)
+        self.residents.copy_(self._put(slots.residents, torch.int32))
+
+    def _put(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.id_of_slot.device, non_blocking=True)
 
 
 def floor_of(slots: int, layers: int) -> int:

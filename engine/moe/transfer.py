@@ -52,6 +52,21 @@ class Ring:
         assert self._state[slot] is RingState.READY
         self._state[slot] = RingState.EMPTY
 
+    def holder(self, flat_id: int) -> int:
+        """The slot that still holds this expert whole although nothing reads it any more, or NONE."""
+        held = (s for s, state in self._state.items() if state is RingState.EMPTY and self._holds.get(s) == flat_id)
+        return next(held, NONE)
+
+    def exchange(self, slot: int, resident: int) -> None:
+        """Let the expert that lies whole in an empty ring slot stay as a resident; the ring takes another resident's slot for
+        it, owner cleared."""
+        assert self._state[slot] is RingState.EMPTY
+        del self._state[slot]
+        self._slots.give_back(slot, self._holds.pop(slot))
+        self._slots.clear(resident)
+        self._slots.lent.add(resident)
+        self._state[resident] = RingState.EMPTY
+
     def close(self, keep: bool = True) -> None:
         """Give every slot back. keep: experts that lie there whole become residents. A slot still filling holds nothing."""
         for slot, state in self._state.items():

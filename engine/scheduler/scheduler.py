@@ -100,10 +100,13 @@ class Scheduler:
         self._load()
         self._ready = [seq for seq in self.running if seq.decoding and seq.computed < seq.length]
 
-    def slices(self) -> list[Slice]:
-        """What this step runs: every decoding request, then prefill chunks in order within the token budget and the gap."""
+    def slices(self, prefill: bool = True) -> list[Slice]:
+        """What this step runs: every decoding request, then prefill chunks in order within the token budget and the gap.
+
+        prefill False: decoding requests alone, since a pass is open.
+        """
         chosen = [Slice(seq, seq.computed, seq.computed + 1, self._cut_rows(seq, seq.computed + 1)) for seq in self._ready]
-        turn = [seq for seq in self.running if not seq.decoding and seq.loading is None]
+        turn = [seq for seq in self.running if prefill and not seq.decoding and seq.loading is None]
         if turn:
             if len(turn) > 1:
                 turn = self._ordered(turn)
@@ -158,12 +161,14 @@ class Scheduler:
         """Free a row for a turn that cannot wait: first from a prompt that can, else from the answer that has run longest."""
         if not pressed(self.claim(seq), self._now):
             return False
-        prompts = [other for other in self.running if not other.output_length]
+        prompts = [other for other in self.running if not (other.output_length or other.busy_to)]
         easy = [other for other in self._ordered(prompts) if not pressed(self.claim(other), self._now)]
         if easy:
             victim = easy[-1]
         else:
-            index = to_pause([s.output_length - s.let_in_at if s.output_length else None for s in self.running])
+            index = to_pause(
+                [s.output_length - s.let_in_at if s.output_length and not s.busy_to else None for s in self.running]
+            )
             if index is None:
                 return False
             victim = self.running[index]
@@ -274,7 +279,7 @@ class Scheduler:
             return store.pages_needed(table, seq.computed, target), 0
 
         while not self._make_room(needs, seq, spill=True):
-            youngest = max(self.running, key=lambda other: other.order)
+            youngest = max((other for other in self.running if not other.busy_to), key=lambda other: other.order)
             if len(self.running) == 1:
                 self._maybe_starved(seq)
                 self._preempt(seq)

@@ -26,11 +26,14 @@ class Sequence:
     cuts: positions still to be held, rising, all ≥ computed. held_at: position of the last hold made for this request.
     failed: why a forward pass broke this request; it ends in the next step.
     cut_rows: recurrent rows beside `row` that belong to this request until a hold takes them over.
+    busy_to: end of the slice that an open pass is computing, 0 if none is: until then its state is neither before nor after the
+    slice, and it must stay where it is.
     loading: `restore` on its way into the pages, None when it is there; until then nothing of it is computed or held.
     """
 
     __slots__ = (
         "_buffer",
+        "busy_to",
         "computed",
         "cut_rows",
         "cuts",
@@ -64,6 +67,7 @@ class Sequence:
         self.prompt_length = self.length = len(request.token_ids)
         self._buffer = request.token_ids.astype(np.int64)
         self.computed = 0
+        self.busy_to = 0
         self.cuts = sorted({c for c in request.cuts if restore is None or c >= restore.position})
         self.edges = sorted(set(request.edges))
         self.held_at = 0

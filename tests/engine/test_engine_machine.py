@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.scheduler.pace import chunk_sizes
 from engine.types import CutReached, Finished, HoldId, PrefillProgress, TokenEvent
 from tests.engine.helpers import make_engine, request
-from tests.fakes.hash_model import HashModel, Plain, expected_tokens, make_spec
+from tests.fakes.hash_model import HashModel, Plain, StagedHashModel, expected_tokens, make_spec
 
 PAGE, PAGES = 4, 14
 WORDS = st.integers(1, 5)
@@ -36,12 +36,13 @@ class EngineMachine(RuleBasedStateMachine):
         rows=st.integers(1, 3),
         spare=st.integers(1, 4),
         piece=st.sampled_from([1, 300, 1 << 20]),
+        stages=st.sampled_from([0, 1, 3]),
     )
-    def start(self, recurrent, reclaiming, rows, spare, piece):
+    def start(self, recurrent, reclaiming, rows, spare, piece, stages):
         self.spec = make_spec(recurrent)
         self.now_ns = 0
         self.engine = make_engine(
-            HashModel(self.spec),
+            StagedHashModel(self.spec, stages) if stages else HashModel(self.spec),
             page_size=PAGE,
             kv_tokens=PAGE * PAGES,
             chunk_tokens=8,

@@ -204,3 +204,38 @@ def expected_tokens(prompt: list[int], count: int, spec: ModelSpec | None = None
         tokens.append(int(plain.logits().argmax()))
         plain.push(tokens[-1])
     return tokens
+
+
+class StagedHashModel(HashModel):
+    """The same in passes of several stages. Until the last one the state of a pass's sequences is NaN: nobody may read it, and
+    nobody may move it."""
+
+    def __init__(self, spec: ModelSpec, stages: int = 2) -> None:
+        super().__init__(spec)
+        self._stages = stages
+
+    def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> _StagedPass:
+        return _StagedPass(self, batch, kv, states, self._stages)
+
+
+class _StagedPass:
+    def __init__(self, model: StagedHashModel, batch: ForwardBatch, kv: KvPools, states: RecurrentPools, stages: int) -> None:
+        self._call = (model, batch, kv, states)
+        self._left = stages
+        self._rows = [seq.state_row for seq in batch.seqs if seq.state_row >= 0]
+        self._saved = [pool[self._rows].clone() for pool in (*states.delta, *states.conv)]
+        for pool in (*states.delta, *states.conv):
+            pool[self._rows] = float("nan")
+
+    def advance(self) -> torch.Tensor | None:
+        model, batch, kv, states = self._call
+        if self._left:
+            self._left -= 1
+            return None
+        for pool, saved in zip((*states.delta, *states.conv), self._saved, strict=True):
+            assert bool(pool[self._rows].isnan().all()), "state of an open pass was written by somebody else"
+            pool[self._rows] = saved
+        return model.forward(batch, kv, states)
+
+    def abandon(self) -> None:
+        self._left = -1

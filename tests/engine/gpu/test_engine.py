@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
 from engine.gpu.model import GpuModel
+from engine.moe.cost import ASSUMED
 from engine.types import SamplingParams
 from tests.engine.checkpoints import make, save
 from tests.engine.gpu.models import DEVICES, TYPES, check_slots
-from tests.engine.helpers import prompt, release_all, request, run
+from tests.engine.helpers import Log, prompt, release_all, request, run
 
 NEW = 12
 
@@ -156,3 +158,26 @@ def test_without_a_device_the_backend_is_refused_by_name(checkpoint):
     directory, _ = checkpoint
     with pytest.raises(Unsupported, match="no CUDA device"):
         Engine.load(EngineConfig(model_dir=directory, backend="cuda"))
+
+
+def test_a_stream_goes_on_at_the_edges_of_a_streamed_pass(checkpoint):
+    directory, model = checkpoint
+    ids = prompt(9, 60)
+    with engine_on(directory, slots=12, host_seed=4) as engine:
+        experts = engine.model.experts  # type: ignore[attr-defined]
+        experts.split.rates = replace(ASSUMED, copy_mbs=10**9, gpu_gflops=1)
+        engine.submit(request("short", prompt(8, 3), 30))
+        log = Log()
+        for _ in range(3):
+            log.add(engine.step())
+        engine.submit(request("long", ids, 4))
+        before = len(log.tokens["short"])
+        while not log.progress["long"]:
+            log.add(engine.step())
+            engine.check()
+        assert len(log.tokens["short"]) - before >= 3
+        run(engine, log)
+        assert log.tokens["short"] == golden(model, prompt(8, 3), 30)
+        assert log.tokens["long"] == golden(model, ids, 4)
+        assert engine.model.expert_pass.ways["stream"] > 0  # type: ignore[attr-defined]
+        check_slots(experts)

@@ -77,7 +77,7 @@ def test_lent_slots_survive_the_way_to_the_host_and_back():
     plain.admit(state, 0, torch.tensor([[0, 1]], dtype=torch.int32), table, resident, fetched, cpu, work, counts)
     pulled = state.pull()
     ring = Ring(pulled, 4)
-    state.push(pulled)
+    state.write_back(pulled, list(pulled.lent))
     assert (state.id_of_slot == LENT).sum() == 4
     again = state.pull()
     assert again.lent == pulled.lent
@@ -94,10 +94,10 @@ def test_lent_slots_survive_the_way_to_the_host_and_back():
     policy=st.sampled_from(["lru", "lru_floor", "frequency"]),
     before=st.lists(steps, max_size=6),
     ids=st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=TOP_K, max_size=TOP_K), min_size=1, max_size=12),
-    cpu_below=st.integers(0, 3),
+    quota=st.none() | st.integers(0, 5),
     width=st.integers(1, 6),
 )
-def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids, cpu_below, width):
+def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids, quota, width):
     from engine.gpu.experts_pass import union_rounds
 
     state, _ = fresh(slots, policy)
@@ -113,8 +113,10 @@ def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids
     work, counts = torch.zeros(width, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     seen: list[int] = []
     layer = 1
+    table = None if quota is None else torch.tensor([min(m, quota) for m in range(EXPERTS + 1)], dtype=torch.int32)
+    resident = {e for e in range(EXPERTS) if state.slot_for_id[layer * EXPERTS + e] >= 0}
     for turn in range(union_rounds(EXPERTS, slots, width, LAYERS, state.floor)):
-        plain.union(state, layer, wanted, slots, cpu_below, turn == 0, slot_of, cpu, work, counts)
+        plain.union(state, layer, wanted, slots, table, turn == 0, slot_of, cpu, work, counts)
         for flat_id, slot in work[: counts[0]].tolist():
             memory[slot] = flat_id
         here = {e: s for e, s in enumerate(slot_of.tolist()) if s >= 0}
@@ -124,7 +126,8 @@ def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids
     on_cpu = {e for e in cpu.flatten().tolist() if e >= 0}
     assert sorted([*seen, *on_cpu]) == sorted(used)
     tokens = [e for row in ids for e in row]
-    assert all(tokens.count(e) <= cpu_below for e in on_cpu)
+    misses = sorted(used - resident, key=lambda e: (-tokens.count(e), e))
+    assert on_cpu == (set() if quota is None else set(misses[quota:]))
     assert int(state.round_left) == 0
     slots_now = state.pull()
     for slot, owner in enumerate(slots_now.id_of_slot):

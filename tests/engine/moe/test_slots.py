@@ -209,3 +209,26 @@ def test_the_fetch_table_never_asks_for_more_than_there_is(limit, most):
     assert len(table) == most + 1
     assert all(0 <= q <= m for m, q in enumerate(table))
     assert limit < 0 or max(table) <= limit
+
+
+def test_an_expert_that_was_streamed_can_stay_for_another_resident():
+    slots, memory, table = SlotMap(4, 1, 8, make_policy("lru", 4, 1)), [-1] * 4, fetch_table(-1, 8)
+    for expert in (0, 1, 2, 3):
+        run_step(slots, 0, [expert], memory, table)
+    ring = Ring(slots, 2)
+    slot = ring.begin(5)
+    assert ring.holder(5) == NONE
+    ring.ready(slot)
+    assert ring.holder(5) == NONE
+    ring.release(slot)
+    assert ring.holder(5) == slot
+    victim = slots.slot_for_id[3]
+    ring.exchange(slot, victim)
+    assert slots.slot_for_id[5] == slot
+    assert slots.slot_for_id[3] == NONE
+    assert slots.lent == {victim, *ring._state}
+    assert len(ring) == 2
+    assert ring.holder(5) == NONE
+    ring.close()
+    assert slots.lent == set()
+    assert slots.slot_for_id[5] == slot

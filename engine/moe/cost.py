@@ -1,0 +1,173 @@
+"""What a layer's experts cost in time, by where they run, and the choices that follow. Integers only: bytes, nanoseconds, and
+rates in bytes per microsecond (which is MB/s).
+
+With m misses of S bytes, q of them fetched over the link and the rest computed on the CPU beside it:
+
+    max(hits · S / B_hbm, q · S / B_link + q · S / B_hbm + t_copy, (m − q) · S / B_cpu + t_handoff) + t_merge
+
+Link and CPU read the same memory, so where both work their rates are those measured together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured on one machine for one format. *_mbs: bytes per microsecond, ≥ 1. link: what kernels read from pinned memory;
+    copy: what copy engines move; both_*: link and CPU while the other works too. *_ns: fixed costs of a layer.
+
+    cpu_tokens: tokens of an expert that the CPU computes in the time in which it reads the expert. gpu_gflops: of the device's
+    matrix products with many rows.
+    """
+
+    hbm_mbs: int
+    link_mbs: int
+    copy_mbs: int
+    cpu_mbs: int
+    both_link_mbs: int
+    both_cpu_mbs: int
+    copy_ns: int = 3_000
+    handoff_ns: int = 8_000
+    merge_ns: int = 4_000
+    cpu_tokens: int = 8
+    gpu_gflops: int = 50_000
+
+    def refitted(self, link_mbs: int | None, cpu_mbs: int | None) -> Rates:
+        """With rates seen while serving (both paths at work) taken in by a quarter, so that one bad window decides nothing."""
+
+        def toward(old: int, seen: int | None) -> int:
+            return old if seen is None else max(1, (3 * old + seen) // 4)
+
+        return replace(
+            self, both_link_mbs=toward(self.both_link_mbs, link_mbs), both_cpu_mbs=toward(self.both_cpu_mbs, cpu_mbs)
+        )
+
+
+ASSUMED = Rates(hbm_mbs=500_000, link_mbs=20_000, copy_mbs=22_000, cpu_mbs=30_000, both_link_mbs=18_000, both_cpu_mbs=22_000)
+"""A middling desktop: used until something was measured."""
+
+
+def _ns(nbytes: int, mbs: int) -> int:
+    return nbytes * NS_PER_US // max(1, mbs)
+
+
+def layer_ns(rates: Rates, record_bytes: int, hits: int, misses: int, fetched: int) -> int:
+    """The formula above."""
+    on_cpu = misses - fetched
+    both = fetched > 0 and on_cpu > 0
+    link = rates.both_link_mbs if both else rates.link_mbs
+    cpu = rates.both_cpu_mbs if both else rates.cpu_mbs
+    arriving = fetched * (_ns(record_bytes, link) + _ns(record_bytes, rates.hbm_mbs)) + rates.copy_ns if fetched else 0
+    computing = on_cpu * _ns(record_bytes, cpu) + rates.handoff_ns if on_cpu else 0
+    return max(hits * _ns(record_bytes, rates.hbm_mbs), arriving, computing) + rates.merge_ns
+
+
+def decode_table(rates: Rates, record_bytes: int, most: int, active: int) -> tuple[int, ...]:
+    """q*: of m misses, how many to fetch, for m = 0 … most. active: experts of a layer in a step; where two are equally fast
+    the larger one, since what is fetched may be hit later."""
+    table = []
+    for m in range(most + 1):
+        hits = max(0, active - m)
+        table.append(min(range(m, -1, -1), key=lambda q: layer_ns(rates, record_bytes, hits, m, q)))
+    return tuple(table)
+
+
+def union_table(rates: Rates, record_bytes: int, most: int, tokens: int, top_k: int, experts: int) -> tuple[int, ...]:
+    """The same for a prefill batch of `tokens`, whose experts have several tokens each: those with the fewest go to the CPU,
+    where each takes as long as reading it or as computing its tokens, whichever is longer."""
+    used = max(1, expected_union(tokens, top_k, experts))
+    each = -(-tokens * top_k // used)
+    slow = replace(
+        rates,
+        cpu_mbs=_by_tokens(rates.cpu_mbs, each, rates.cpu_tokens),
+        both_cpu_mbs=_by_tokens(rates.both_cpu_mbs, each, rates.cpu_tokens),
+    )
+    return decode_table(slow, record_bytes, most, used)
+
+
+def _by_tokens(mbs: int, tokens: int, cpu_tokens: int) -> int:
+    return max(1, mbs * cpu_tokens // max(cpu_tokens, tokens))
+
+
+def expected_union(tokens: int, top_k: int, experts: int) -> int:
+    """Experts that `tokens` tokens use if they choose evenly: the most that it comes to. E · (1 − (1 − k/E)^T), in 2⁻³²."""
+    one = 1 << 32
+    unused, base, exponent = one, one - one * min(top_k, experts) // max(1, experts), tokens
+    while exponent:
+        if exponent & 1:
+            unused = unused * base >> 32
+        base = base * base >> 32
+        exponent >>= 1
+    return min(experts, -(-experts * (one - unused) // one))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What a layer's experts are expected to take beside its compute, by way. table: of m misses of the union, how many are
+    fetched while the CPU computes the others; None = all. stream_ns None: it cannot be streamed."""
+
+    union_ns: int
+    stream_ns: int | None
+    table: tuple[int, ...] | None = None
+
+
+def plan_layer(
+    rates: Rates,
+    record_bytes: int,
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    missing: int,
+    handoff_tokens: int,
+    ring: int,
+    compute_ns: int,
+) -> LayerPlan:
+    """How one layer's missing experts could come to a prefill batch.
+
+    missing: experts of the layer without a slot. handoff_tokens: most that the CPU takes; ring: slots that streaming may
+    borrow.
+    compute_ns: of the batch in a layer, behind which a stream hides.
+    """
+    used = expected_union(tokens, top_k, experts)
+    wanted = -(-missing * used // max(1, experts))
+    table = None
+    if tokens <= handoff_tokens:
+        table = union_table(rates, record_bytes, experts, tokens, top_k, experts)
+        fetched = table[wanted]
+        slow = _by_tokens(rates.both_cpu_mbs, -(-tokens * top_k // max(1, used)), rates.cpu_tokens)
+        union_ns = layer_ns(replace(rates, both_cpu_mbs=slow, cpu_mbs=slow), record_bytes, 0, wanted, fetched)
+        if fetched == wanted:
+            table = None
+    else:
+        union_ns = layer_ns(rates, record_bytes, 0, wanted, wanted)
+    stream_ns = max(0, missing * _ns(record_bytes, rates.copy_mbs) - compute_ns) if ring >= 2 else None
+    return LayerPlan(union_ns if missing else 0, stream_ns, table)
+
+
+def streams(plans: list[LayerPlan]) -> bool:
+    """Whether a pass streams its layers. All or none: a union changes owners on the device, and a ring that is out relies on
+    their staying. A layer with little missing costs little either way."""
+    times = [plan.stream_ns for plan in plans]
+    if any(ns is None for ns in times):
+        return False
+    return sum(ns for ns in times if ns is not None) < sum(plan.union_ns for plan in plans)
+
+
+def ring_slots(slots: int, layers: int, experts: int, missing: int) -> int:
+    """Slots that a streamed pass borrows: room for two parts of a layer's missing experts, but never more than half of the
+    pool, whose other half keeps what decoding needs."""
+    return max(0, min(2 * max(1, missing), slots // 2, slots - layers))
+
+
+def keepers(counts: list[int], streamed: list[int], top: int) -> list[int]:
+    """Of a layer's streamed experts, which may stay as residents: those with clearly more tokens than an even share, the
+    hottest first, at most `top`. counts: tokens of each expert in the pass."""
+    used = sum(1 for count in counts if count)
+    even = sum(counts) // max(1, used)
+    hot = [e for e in streamed if counts[e] * 2 > even * 3]
+    return sorted(hot, key=lambda e: (-counts[e], e))[:top]
