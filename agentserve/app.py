@@ -16,6 +16,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 import statecache.index.connect
 from agentserve.config import Config, unknown_names
+from agentserve.dialects.registry import DIALECTS
 from agentserve.errors import ConfigError
 from agentserve.listen import listen
 from agentserve.metrics import Metrics
@@ -127,6 +128,8 @@ async def open_store(store: SqlStore, config: Config) -> None:
 def load_text(config: Config, store: SqlStore) -> ModelText:
     """Tokenizer, template and dialect of the served model. Raises ConfigError with what is wrong in its directory."""
     dialect = None if config.model.dialect == "auto" else config.model.dialect
+    if dialect is not None and dialect not in DIALECTS:
+        raise ConfigError(f"model.dialect: got '{dialect}'; accepted: auto, {', '.join(DIALECTS)}")
     try:
         return ModelText.load(Path(config.model.dir), dialect=dialect, book=store.aliases)
     except (TextError, OSError, ValueError) as error:

@@ -79,6 +79,7 @@ def examine(config: Config) -> Iterator[Finding]:
         check_memory,
         check_state_dir,
         check_model,
+        check_dialect,
         check_port,
         check_database,
         check_environment,
@@ -179,6 +180,31 @@ def check_model(config: Config) -> Finding:
     if not (directory / "tokenizer.json").is_file():
         return Finding("model", "fail", f"{directory}: tokenizer.json is missing", "Copy it from the model's repository.")
     return Finding("model", "ok", f"{config.model.name} ({described.get('model_type')}) in {directory}")
+
+
+def check_dialect(config: Config) -> Finding:
+    from agentserve.dialects.registry import DIALECTS, dialect_of
+    from agentserve.text.errors import TextError
+    from agentserve.text.template import ChatTemplate
+    from agentserve.text.tokenizer import Tokenizer
+
+    directory, wanted = Path(config.model.dir), config.model.dialect
+    known = f"Known are auto, {', '.join(DIALECTS)}: model.dialect in the settings."
+    if wanted != "auto" and wanted not in DIALECTS:
+        return Finding("dialect", "fail", f"'{wanted}' is unknown", known)
+    if not (directory / "tokenizer.json").is_file():
+        return Finding("dialect", "warn", "not known without the model's tokenizer")
+    try:
+        tokenizer = Tokenizer.load(directory)
+        template = ChatTemplate.load(directory, tokenizer.config)
+    except TextError as error:
+        return Finding("dialect", "fail", str(error), "Copy tokenizer and chat template from the model's repository.")
+    found = dialect_of(template.source, tokenizer.markers)
+    if wanted not in ("auto", found):
+        return Finding("dialect", "warn", f"{wanted} as set; the chat template looks like {found}", known)
+    if found == "plain" and wanted == "auto":
+        return Finding("dialect", "warn", "plain: no tool calls are recognised in the chat template", known)
+    return Finding("dialect", "ok", f"{found}, {'as set' if wanted != 'auto' else 'by chat template and tokens'}")
 
 
 def check_port(config: Config) -> Finding:

@@ -7,7 +7,8 @@ text is kept from containing it. Knows no dialect.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 JSON_OPTIONS = {"json_allowed_escapes": 'nrbtf"\\', "whitespace_pattern": "[ \\n\\t]{0,40}"}
@@ -55,8 +56,10 @@ class LarkWriter:
     """
 
     def __init__(self, marker_id: Callable[[str], int | None], markers: Sequence[str]) -> None:
-        self._marker_id = marker_id
-        self._avoid = [m for m in markers if m and marker_id(m) is None]
+        found = {m: token for m in markers if (token := marker_id(m)) is not None}
+        self._tokens: Mapping[str, int] = found
+        self._pattern = re.compile("(" + "|".join(re.escape(m) for m in sorted(found, key=len, reverse=True)) + ")")
+        self._avoid = [m for m in markers if not any(token in m for token in found)]
         self._rules: list[str] = []
         self._known: dict[str, str] = {}
         self._side: list[dict[str, str]] = []
@@ -76,16 +79,23 @@ class LarkWriter:
             self._rules.append(f"{name}: {body}")
         return self._known[key]
 
-    def marker(self, text: str) -> str:
-        token = self._marker_id(text)
-        return literal(text) if token is None else f"<[{token}]>"
+    def tag(self, text: str) -> str:
+        """Text that a dialect writes, the markers in it as the tokens that they are."""
+        parts = self._split(text)
+        return " ".join(literal(part) if token is None else f"<[{token}]>" for part, token in parts)
 
-    def is_token(self, text: str) -> bool:
-        return self._marker_id(text) is not None
+    def _split(self, text: str) -> list[tuple[str, int | None]]:
+        """(text, None) and (marker, id), in order."""
+        if not self._tokens:
+            return [(text, None)]
+        parts = [part for part in self._pattern.split(text) if part]
+        return [(part, self._tokens.get(part)) for part in parts]
 
     def text_without(self, *texts: str, matching: str = "") -> str:
         """Expression of a terminal: any text in which none of these occurs. matching: another expression that it must fit."""
-        parts = ["/(?s:.*)/", *(f"~/(?s:.*){escaped(t)}(?s:.*)/" for t in dict.fromkeys(texts))]
+        parts = ["/(?s:.*)/"]
+        if texts:
+            parts.append(f"~/(?s:.*)({'|'.join(map(escaped, dict.fromkeys(texts)))})(?s:.*)/")
         if matching:
             parts.append(matching)
         return " & ".join(parts)
@@ -95,14 +105,25 @@ class LarkWriter:
         return self.terminal(self.text_without(*self._avoid))
 
     def upto(self, marker: str) -> str:
-        """Any text, then this marker."""
-        if self.is_token(marker):
-            return self.rule(f"{self.free()} {self.marker(marker)}")
-        return self.terminal(f"({self.text_without(*self._avoid, marker)}) {literal(marker)}")
+        """Any text without a marker, then this one."""
+        return self._ending(marker, marker, self._avoid, "")
 
-    def value_upto(self, closing: str, *without: str, matching: str = "") -> str:
-        """Text that holds none of `without`, then `closing`, all matched as one piece. closing must contain one of them."""
-        return self.terminal(f"({self.text_without(*without, matching=matching)}) {literal(closing)}")
+    def value_upto(self, closing: str, core: str, matching: str = "") -> str:
+        """A value of any text, then `closing`. core: the part of it by which a reader knows the value's end."""
+        return self._ending(closing, core, (), matching)
+
+    def _ending(self, closing: str, core: str, avoid: Sequence[str], matching: str) -> str:
+        parts = self._split(closing)
+        at = next((i for i, (_, token) in enumerate(parts) if token is not None), None)
+        if at is None:
+            # The text cannot go on behind its end, so that the two are matched as one piece.
+            return self.terminal(f"({self.text_without(*avoid, core, matching=matching)}) {literal(closing)}")
+        # No text can spell the token; what stands before it is matched together with the value.
+        before = "".join(part for part, _ in parts[:at])
+        head = self.text_without(*avoid, matching=matching)
+        first = self.terminal(f"({head}) {literal(before)}" if before else head)
+        rest = " ".join(literal(part) if token is None else f"<[{token}]>" for part, token in parts[at:])
+        return self.rule(f"{first} {rest}")
 
     def json(self, schema: Any, options: dict[str, Any] = COMPACT) -> str:
         """JSON that fits the schema."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, literal
 from agentserve.constraints.output import Schema
-from agentserve.dialects.base import CallParser, Markers, is_custom
+from agentserve.dialects.base import CallParser, Dialect, Piece, Spell, is_custom
 from agentserve.dialects.jsonscan import ObjectScan
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta
 from agentserve.protocol.items import CUSTOM_INPUT, Tool
@@ -16,20 +16,14 @@ from agentserve.protocol.items import CUSTOM_INPUT, Tool
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class Hermes:
+class Hermes(Dialect):
     name = "hermes"
-    markers = Markers()
-    trims = True
-    after_thinking = "\n\n"
-    between_blocks = "\n"
-    many_in_block = False
-    block_space = ("", "", "")
 
-    def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write_call(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> list[Piece]:
         call = {"name": name, "arguments": arguments}
-        return "\n" + json.dumps(call, ensure_ascii=False) + "\n"
+        return [Piece("\n" + json.dumps(call, ensure_ascii=False) + "\n")]
 
-    def call_parser(self, tools: Sequence[Tool]) -> CallParser:
+    def call_parser(self, tools: Sequence[Tool], spell: Spell) -> CallParser:
         return JsonCall(tools)
 
     def call_rule(self, writer: LarkWriter, name: str, schema: Schema) -> str:
@@ -48,6 +42,10 @@ class JsonCall:
         self._open = False
         self._custom = False
         self._sent = False
+
+    @property
+    def done(self) -> bool:
+        return self._scan.done
 
     @property
     def inside_value(self) -> bool:
@@ -97,7 +95,7 @@ class JsonCall:
         raw = "".join(self._arguments)
         if self._buffered:
             raw = _unwrap(raw)
-            out.append(CallDelta(_free_text(raw) if self._custom else raw))
+            out.append(CallDelta(free_text(raw) if self._custom else raw))
         elif not raw and (closed or self._scan.done):
             out.append(CallDelta("{}"))
         if closed or self._scan.done:
@@ -114,7 +112,7 @@ def _unwrap(raw: str) -> str:
     return value if isinstance(value, str) else raw
 
 
-def _free_text(raw: str) -> str:
+def free_text(raw: str) -> str:
     """Text of a custom tool's call: its one argument, or everything if the model wrote something else."""
     try:
         value = json.loads(raw, strict=False)

@@ -6,7 +6,8 @@ regular expression.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, between_slashes, choice, literal
@@ -15,18 +16,25 @@ from agentserve.constraints.schemas import resolve
 from agentserve.dialects.schema import types_of
 from agentserve.errors import UnsupportedValue
 
-Opening = Callable[[str, bool], str]
-"""(parameter name, whether a bare string follows) → grammar of the opening tag."""
+
+@dataclass(frozen=True, slots=True)
+class ParameterTags:
+    """opening(name, whether a bare string follows): the opening tag. closing: behind each value.
+
+    core: the part of `closing` by which a reader knows the end of a value.
+    """
+
+    opening: Callable[[str, bool], str]
+    closing: str
+    core: str
+
+
+_NAME = "\x00"
 _ABOUT_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties", "const", "enum")
 
 
-def parameter_rules(
-    writer: LarkWriter, tool: str, schema: Schema, opening: Opening, closing: str, without: Sequence[str]
-) -> str:
-    """All arguments of a call. closing: behind each value. without: what no bare text may contain; part of `closing`.
-
-    Raises UnsupportedValue for what cannot be said so.
-    """
+def parameter_rules(writer: LarkWriter, tool: str, schema: Schema, tags: ParameterTags) -> str:
+    """All arguments of a call. Raises UnsupportedValue for what cannot be said so."""
     where = f"tools.{tool}.parameters"
     if "$ref" in schema:
         schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
@@ -40,42 +48,31 @@ def parameter_rules(
     for key, part in properties.items():
         if part is False:
             continue
-        body = writer.rule(_parameter(writer, key, part, definitions, opening, closing, without, f"{where}.properties.{key}"))
+        body = writer.rule(_parameter(writer, key, part, definitions, tags, f"{where}.properties.{key}"))
         parts.append(body if key in required else f"{body}?")
-    for key in required:
-        if key not in properties:
-            parts.append(writer.rule(_parameter(writer, key, {"type": "string"}, {}, opening, closing, without, where)))
+    parts += [writer.rule(_parameter(writer, key, {}, {}, tags, where)) for key in required if key not in properties]
     if not properties and schema.get("additionalProperties", True) is not False:
-        parts.append(f"{_any_parameter(writer, opening, closing, without)}*")
+        parts.append(f"{_any_parameter(writer, tags)}*")
     return " ".join(parts)
 
 
-def _parameter(
-    writer: LarkWriter,
-    key: str,
-    schema: Any,
-    definitions: Schema,
-    opening: Opening,
-    closing: str,
-    without: Sequence[str],
-    where: str,
-) -> str:
+def _parameter(writer: LarkWriter, key: str, schema: Any, definitions: Schema, tags: ParameterTags, where: str) -> str:
     whole = {**definitions, **schema} if isinstance(schema, dict) else {}
     types = types_of(whole, whole)
     if not types or types == {"string"}:
-        return f"{opening(key, True)} {_bare(writer, whole, closing, without, where)}"
-    return f"{opening(key, False)} {writer.json(whole)} {literal(closing)}"
+        return f"{writer.tag(tags.opening(key, True))} {_bare(writer, whole, tags, where)}"
+    return f"{writer.tag(tags.opening(key, False))} {writer.json(whole)} {writer.tag(tags.closing)}"
 
 
-def _bare(writer: LarkWriter, schema: Schema, closing: str, without: Sequence[str], where: str) -> str:
+def _bare(writer: LarkWriter, schema: Schema, tags: ParameterTags, where: str) -> str:
     if "$ref" in schema:
         schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
-        texts = [value for value in values if isinstance(value, str) and not any(w in value for w in without)]
+        texts = [value for value in values if isinstance(value, str) and tags.core not in value]
         if not texts:
             raise UnsupportedValue("no value that this model's tool syntax can hold", where)
-        return f"{choice([literal(text) for text in texts])} {literal(closing)}"
+        return f"{choice([literal(text) for text in texts])} {writer.tag(tags.closing)}"
     for key in schema:
         if key in ("anyOf", "oneOf", "allOf"):
             raise UnsupportedValue(f"'{key}' of strings cannot be enforced in this model's tool syntax", f"{where}.{key}")
@@ -85,7 +82,7 @@ def _bare(writer: LarkWriter, schema: Schema, closing: str, without: Sequence[st
     low, high = schema.get("minLength", 0), schema.get("maxLength")
     if low or high is not None:
         matching.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
-    return writer.value_upto(closing, *without, matching=" & ".join(matching))
+    return writer.value_upto(tags.closing, tags.core, " & ".join(matching))
 
 
 def _search(pattern: str, where: str) -> str:
@@ -98,10 +95,9 @@ def _search(pattern: str, where: str) -> str:
     return f"/{lead}(?:{between_slashes(inner)}){trail}/"
 
 
-def _any_parameter(writer: LarkWriter, opening: Opening, closing: str, without: Sequence[str]) -> str:
+def _any_parameter(writer: LarkWriter, tags: ParameterTags) -> str:
     """A parameter of any name, for a tool that declares none."""
-    mark = "\x00"
-    before, after = opening(mark, True).split(literal(mark)[1:-1])
+    before, after = tags.opening(_NAME, True).split(_NAME)
     name = writer.terminal(r"/[A-Za-z_][A-Za-z0-9_.-]*/")
-    value = writer.value_upto(closing, *without)
-    return writer.rule(f'{before}" {name} "{after} {value}')
+    value = writer.value_upto(tags.closing, tags.core)
+    return writer.rule(f"{writer.tag(before)} {name} {writer.tag(after)} {value}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentserve.constraints.schemas import resolve
-from agentserve.protocol.items import MAX_DEPTH, FunctionTool, Tool
+from agentserve.protocol.items import CUSTOM_INPUT, MAX_DEPTH, FunctionTool, Tool
 
 Types = frozenset[str]
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
@@ -22,6 +22,15 @@ def parameter_types(name: str, tools: Sequence[Tool]) -> Mapping[str, Types]:
         return {}
     found = {key: types_of(schema, root) for key, schema in properties.items()}
     return {key: types for key, types in found.items() if types}
+
+
+def parameter_names(name: str, tools: Sequence[Tool]) -> frozenset[str]:
+    """Parameters that a tool declares."""
+    tool = next((t for t in tools if t.name == name), None)
+    if not isinstance(tool, FunctionTool):
+        return frozenset((CUSTOM_INPUT,)) if tool is not None else frozenset()
+    properties = (tool.parameters or {}).get("properties")
+    return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:

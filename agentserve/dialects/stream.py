@@ -1,8 +1,9 @@
 """Generated ids → deltas, for any dialect.
 
 A marker that is one token of the tokenizer is recognised by its id alone: the same characters spelled by other tokens are
-text. A marker that is not one token is looked for in the text, and any suffix that may become one is held back. So the
-result does not depend on how the stream was cut.
+text. While text is read, such a marker is one character that no text can have (a lone surrogate), so tags that are made of
+markers and text are looked for in the same way whatever the tokenizer knows. A marker that is not one token is looked for in
+the text, and any suffix that may become one is held back. So the result does not depend on how the stream was cut.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from agentserve.dialects.base import CallParser, Dialect
-from agentserve.interfaces import Delta, ReasoningDelta, TextDelta
+from agentserve.dialects.spelling import Spelling, has_sign
+from agentserve.interfaces import CallClose, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol.items import Tool
 from agentserve.text.detokenizer import Detokenizer
 from agentserve.text.tokenizer import Tokenizer
@@ -45,20 +47,16 @@ class DialectParser:
         self._tokenizer = tokenizer
         self._tools = tools
         self._detokenizer = Detokenizer(tokenizer)
+        self._spelling = Spelling(dialect, tokenizer)
         self._ends = frozenset(table.turn_end)
-        self._by_id: dict[int, str] = {}
-        self._by_text: list[str] = []
         markers = dialect.markers
-        for text, ids in (
-            (markers.think_open, table.think_open),
-            (markers.think_close, table.think_close),
-            (markers.call_open, table.call_open),
-            (markers.call_close, table.call_close),
-        ):
-            if ids:
-                self._by_id.update(dict.fromkeys(ids, text))
-            elif text:
-                self._by_text.append(text)
+        outer = (markers.think_open, markers.think_close, markers.call_open, markers.call_close)
+        self._by_text = {self._spelling.spell(text): text for text in outer if text}
+        self._tokens_only = all(len(marker) == 1 for marker in self._by_text)
+        """No marker is looked for in text, so text passes at once."""
+        self._signed = False
+        """A sign came where it may have meant nothing, so deltas must be looked through."""
+        self._whole = dialect.stream_state(tools, self._spelling.spell, literal=literal)
         self._state = _State.REASONING if opens_reasoning else _State.TEXT
         self._held = ""
         self._blank = ""
@@ -72,14 +70,13 @@ class DialectParser:
     def push(self, ids: Sequence[int]) -> list[Delta]:
         for token in ids:
             token = int(token)
+            sign = self._spelling.sign_of(token)
+            if sign is not None:
+                self._signed = self._signed or self._call is not None or self._whole is not None
+                self._text(self._detokenizer.flush() + sign)
+                continue
             if token in self._ends:
                 self._text(self._detokenizer.flush())
-                continue
-            marker = self._by_id.get(token)
-            if marker is not None:
-                self._text(self._detokenizer.flush())
-                self._release()
-                self._mark(marker)
                 continue
             known = self._tokenizer.marker_by_id.get(token)
             if known is not None and known.special:
@@ -90,6 +87,9 @@ class DialectParser:
     def finish(self) -> list[Delta]:
         """What was held back. An open call that cannot be completed gets no CallClose; one that never began is text."""
         self._text(self._detokenizer.flush())
+        if self._whole is not None:
+            self._out += self._whole.finish()
+            return self._take()
         self._release()
         if self._call is not None:
             self._end_call(closed=False)
@@ -97,14 +97,25 @@ class DialectParser:
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
-        return out
+        return [self._plain(delta) for delta in out] if self._signed else out
+
+    def _plain(self, delta: Delta) -> Delta:
+        """A delta without signs: where they mean nothing, markers are text."""
+        if isinstance(delta, CallClose):
+            return delta
+        if isinstance(delta, CallOpen):
+            return CallOpen(self._spelling.plain(delta.name), delta.custom) if has_sign(delta.name) else delta
+        return type(delta)(self._spelling.plain(delta.text)) if has_sign(delta.text) else delta
 
     # ── markers spelled as text ──────────────────────────────────────────────────────────────────────────────────
 
     def _text(self, text: str) -> None:
         if not text:
             return
-        if not self._by_text:
+        if self._whole is not None:
+            self._out += self._whole.push(text)
+            return
+        if self._tokens_only and not self._held and not has_sign(text):
             self._emit(text)
             return
         self._held += text
@@ -121,19 +132,20 @@ class DialectParser:
             ready, rest = self._held[:at], self._held[at:]
             self._held = ""
             self._emit(ready)
-            if self._call is not None and self._call.inside_value:
+            if self._call is not None and self._call.inside_value and not has_sign(marker):
                 self._emit(rest[0])
                 self._held = rest[1:]
             else:
                 self._held = rest[len(marker) :]
-                self._mark(marker)
+                self._mark(self._by_text[marker])
 
     def _wanted(self) -> list[str]:
         if self._state is _State.CALL:
-            return [m for m in self._by_text if m == self._dialect.markers.call_close]
+            close = self._dialect.markers.call_close
+            return [m for m, text in self._by_text.items() if text == (close or self._dialect.markers.call_open)]
         if self._literal and self._state is _State.TEXT and not self._fresh:
-            return []
-        return self._by_text
+            return [m for m in self._by_text if has_sign(m)]
+        return list(self._by_text)
 
     def _release(self) -> None:
         held, self._held = self._held, ""
@@ -144,13 +156,12 @@ class DialectParser:
     def _mark(self, marker: str) -> None:
         markers = self._dialect.markers
         if self._call is not None:
-            if marker == markers.call_close:
-                self._end_call(closed=True)
-            else:
-                self._emit(marker)
+            self._end_call(closed=True)
+            if marker == markers.call_open:
+                self._mark(marker)
         elif marker == markers.call_open:
             self._enter(_State.CALL)
-            self._call = self._dialect.call_parser(self._tools)
+            self._call = self._dialect.call_parser(self._tools, self._spelling.spell)
             self._literal = False
             self._raw_call = []
         elif marker == markers.think_open:
@@ -169,9 +180,10 @@ class DialectParser:
         if not text:
             return
         if self._call is not None:
-            self._raw_call.append(text)
-            self._out += self._call.push(text)
+            self._emit_call(self._call, self._spelling.inside(text))
             return
+        if has_sign(text):
+            text = self._spelling.plain(text)
         if self._literal and self._state is _State.TEXT:
             text = self._behind_thinking(text)
             self._fresh = self._fresh and not text
@@ -188,6 +200,19 @@ class DialectParser:
             text = kept
         if text:
             self._out.append(ReasoningDelta(text) if self._state is _State.REASONING else TextDelta(text))
+
+    def _emit_call(self, call: CallParser, text: str) -> None:
+        if self._dialect.markers.call_close:
+            self._raw_call.append(text)
+            self._out += call.push(text)
+            return
+        for at, char in enumerate(text):
+            self._raw_call.append(char)
+            self._out += call.push(char)
+            if call.done:
+                self._end_call(closed=True)
+                self._emit(text[at + 1 :])
+                return
 
     def _behind_thinking(self, text: str) -> str:
         """Text without what the dialect writes between thinking and answer."""
@@ -207,7 +232,8 @@ class DialectParser:
             self._out += deltas
             return
         markers = self._dialect.markers
-        self._out.append(TextDelta(markers.call_open + "".join(self._raw_call) + (markers.call_close if closed else "")))
+        raw = self._spelling.plain("".join(self._raw_call))
+        self._out.append(TextDelta(markers.call_open + raw + (markers.call_close if closed else "")))
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from agentserve.protocol.items import (
     Tool,
     nesting,
 )
-from agentserve.text.opaque import ContentTable, Document
+from agentserve.text.opaque import SENTINEL, ContentTable, Document
 
 Role = Literal["system", "user", "assistant", "tool"]
 Trim = Literal["none", "space", "lines"]
@@ -55,13 +56,21 @@ class Habits:
     """What a template accepts (see probe.py).
 
     late_system: takes a system message in mid-conversation, in place. repeats: takes two user messages in a row.
-    system: takes a system message at all.
+    system: takes a system message at all. thinking_key: member of a message that its thinking is read from. apart: refuses
+    thinking, text and calls in one message.
     """
 
     trims: Trims = field(default_factory=Trims)
     late_system: bool = True
     repeats: bool = True
     system: bool = True
+    thinking_key: str = "reasoning_content"
+    apart: bool = False
+
+
+CallId = Callable[[str, str, int], str]
+"""(name, id that the client knows, number of the call in the context) → the id that the template is given."""
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]*")
 
 
 @dataclass(slots=True)
@@ -75,10 +84,10 @@ class ChatMessage:
     items: list[int] = field(default_factory=list)
     call_id: str | None = None
 
-    def to_template(self) -> dict[str, Any]:
+    def to_template(self, thinking_key: str = "reasoning_content") -> dict[str, Any]:
         message: dict[str, Any] = {"role": self.role, "content": "".join(self.content)}
         if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
+            message[thinking_key] = "".join(self.reasoning)
         if self.calls:
             message["tool_calls"] = self.calls
         if self.call_id is not None:
@@ -126,8 +135,17 @@ class MessageBuilder:
     place_all: also a message that holds nothing but thinking shows where it is, if the template drops the thinking.
     """
 
-    def __init__(self, table: ContentTable, habits: Habits, *, place_all: bool = False) -> None:
+    def __init__(
+        self,
+        table: ContentTable,
+        habits: Habits,
+        *,
+        place_all: bool = False,
+        call_id: CallId = lambda name, call_id, index: call_id,
+    ) -> None:
         self.table = table
+        self._call_id = call_id
+        self._ids: dict[str, str] = {}
         self.habits = habits
         self.place_all = place_all
 
@@ -158,6 +176,11 @@ class MessageBuilder:
     def _opaque(self, text: str, item: int, name: str) -> str:
         return self.table.add(self.habits.trims.apply(text, name), item, name)
 
+    def _safe_id(self, call_id: str, item: int) -> str:
+        """An id is the client's too, and some templates write it."""
+        safe = _SAFE_ID.fullmatch(SENTINEL.sub("", call_id)) is not None
+        return call_id if safe else self.table.add(call_id, item, "other")
+
     def _append(self, parts: list[str], text: str, item: int, name: str) -> None:
         if sentinel := self._opaque(text, item, name):
             parts += ["\n\n", sentinel] if parts else [sentinel]
@@ -173,17 +196,20 @@ class MessageBuilder:
                 self._append(message.reasoning, item.text, index, "reasoning")
                 message.items.append(index)
             case FunctionCall() | CustomToolCall():
-                message = self._assistant(messages, closed_by=lambda m: False)
+                message = self._assistant(messages, closed_by=lambda m: self.habits.apart and m.content and m.reasoning)
+                name = self._opaque(item.name, index, "name")
+                self._ids[item.call_id] = self._safe_id(self._call_id(name, item.call_id, len(self._ids)), index)
                 function = {
-                    "name": self._opaque(item.name, index, "name"),
+                    "name": name,
                     "arguments": Document(call_arguments(item), self.table, index, "arguments"),
                 }
-                message.calls.append({"id": item.call_id, "type": "function", "function": function})
+                message.calls.append({"id": self._ids[item.call_id], "type": "function", "function": function})
                 message.items.append(index)
             case FunctionCallOutput() | CustomToolCallOutput():
                 failed = isinstance(item, FunctionCallOutput) and item.is_error is True
                 text = ERROR_PREFIX + item.text if failed else item.text
-                message = ChatMessage("tool", [self._opaque(text, index, "output")], items=[index], call_id=item.call_id)
+                call_id = self._ids.get(item.call_id) or self._safe_id(item.call_id, index)
+                message = ChatMessage("tool", [self._opaque(text, index, "output")], items=[index], call_id=call_id)
                 messages.append(message)
             case Message(role="user"):
                 messages.append(ChatMessage("user", [self._opaque(item.text, index, "user")], items=[index]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from agentserve.constraints.lark import LarkWriter
 from agentserve.constraints.output import OutputRule
 from agentserve.dialects.base import Dialect
-from agentserve.dialects.grammar import Thinking, answer_grammar
+from agentserve.dialects.grammar import Thinking
 from agentserve.dialects.registry import dialect_of, get_dialect
 from agentserve.dialects.stream import DialectParser
 from agentserve.errors import TurnFailure, UnsupportedValue
@@ -36,8 +36,8 @@ class ModelText:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.dialect: Dialect = get_dialect(dialect or dialect_of(template.source))
-        self.traits: Traits = probe(template, self.dialect.markers.think_open)
+        self.dialect: Dialect = get_dialect(dialect or dialect_of(template.source, tokenizer.markers))
+        self.traits: Traits = probe(template, self.dialect.markers.think_open, self.dialect.template_call_id)
         self.markers = marker_table(tokenizer, self.dialect, self.traits)
         self.planner = Planner(tokenizer, template, self.traits, self.dialect, self.markers)
         self.renderer = Renderer(tokenizer, self.planner, self.markers, book or NoAliases())
@@ -73,8 +73,7 @@ class ModelText:
         markers = self.dialect.markers
         if rule.schemas and not (self.traits.calls and markers.call_open):
             raise UnsupportedValue("the chat template of this model knows no tools", "tools")
-        writer = LarkWriter(self._marker_id, astuple(markers))
-        return answer_grammar(self.dialect, rule, writer, thinking)
+        return self.dialect.answer_grammar(rule, LarkWriter(self._marker_id, markers.all), thinking)
 
     def _marker_id(self, text: str) -> int | None:
         marker = self.tokenizer.markers.get(text)
@@ -107,15 +106,14 @@ class ModelText:
 
 def marker_table(tokenizer: Tokenizer, dialect: Dialect, traits: Traits) -> MarkerTable:
     """Ids of the dialect's markers under this tokenizer. Turn ends: the marker behind an answer in history, and eos."""
-    close = traits.turn_close
-    first = min(
-        ((at, t) for t in tokenizer.markers if (at := close.find(t)) >= 0), default=None, key=lambda p: (p[0], -len(p[1]))
-    )
-    ends = [first[1]] if first is not None and not close[: first[0]].strip() else []
+    texts = dialect.markers
+    if dialect.turn_ends is not None:
+        ends = list(dialect.turn_ends)
+    else:
+        ends = _ends_in(traits.turn_close, tokenizer)
     eos = tokenizer.special("eos_token")
     if eos and eos not in ends:
         ends.append(eos)
-    texts = dialect.markers
     return MarkerTable(
         think_open=tokenizer.marker_ids(texts.think_open),
         think_close=tokenizer.marker_ids(texts.think_close),
@@ -123,3 +121,11 @@ def marker_table(tokenizer: Tokenizer, dialect: Dialect, traits: Traits) -> Mark
         call_close=tokenizer.marker_ids(texts.call_close),
         turn_end=tokenizer.marker_ids(*ends),
     )
+
+
+def _ends_in(close: str, tokenizer: Tokenizer) -> list[str]:
+    """The marker that a turn ends with in history, judged by what stands behind an answer there."""
+    first = min(
+        ((at, t) for t in tokenizer.markers if (at := close.find(t)) >= 0), default=None, key=lambda p: (p[0], -len(p[1]))
+    )
+    return [first[1]] if first is not None and not close[: first[0]].strip() else []

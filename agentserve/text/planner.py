@@ -48,9 +48,13 @@ class Planner:
     ) -> None:
         self.template = template
         self.traits = traits
+        self._dialect = dialect
         ends = {tokenizer.marker_by_id[i].text for i in markers.turn_end if i in tokenizer.marker_by_id}
         closers = (ends | {dialect.markers.think_close, dialect.markers.call_close}) - {""}
         self._builder = LayoutBuilder(tokenizer, Grammar(traits.header, frozenset(ends), frozenset(closers)))
+        self.whole_blocks = bool(dialect.markers.inner) or dialect.many_in_block
+        """A block of calls is more than one stretch for each call, so that no stretch in it stands for a call."""
+        self.many_in_block = dialect.many_in_block
         self._call_open = frozenset(markers.call_open)
         self._call_close = frozenset(markers.call_close)
         self._tool_forms = ToolForms()
@@ -67,7 +71,9 @@ class Planner:
 
     def _layout(self, request: RenderRequest, *, prompt: bool) -> Layout:
         table = ContentTable()
-        builder = MessageBuilder(table, self.traits.habits, place_all=request.retain == "all")
+        builder = MessageBuilder(
+            table, self.traits.habits, place_all=request.retain == "all", call_id=self._dialect.template_call_id
+        )
         messages = builder.build(request.instructions, request.items)
         if not messages:
             raise TemplateError("a context without instructions and input has nothing to render")
@@ -78,7 +84,7 @@ class Planner:
         arguments: dict[str, Any] = {}
         if self.traits.thinking_switch:
             arguments[self.traits.thinking_switch] = request.thinking
-        rows = [m.to_template() for m in messages]
+        rows = [m.to_template(self.traits.habits.thinking_key) for m in messages]
         output = self.template.run(rows, tools, table, prompt=prompt, arguments=arguments)
         return self._builder.build(output, messages, table, prompt=prompt)
 
@@ -141,6 +147,8 @@ class Planner:
             if unit.marker is None:
                 text.append(unit.text)
                 calls.extend(c.item for c in unit.contents if c.field in ("name", "arguments"))
+                continue
+            if inside and self.whole_blocks and unit.marker.id not in self._call_close | self._call_open:
                 continue
             close_gap()
             parts.append(b"mark%d" % unit.marker.id)

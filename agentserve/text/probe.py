@@ -7,15 +7,16 @@ known by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentserve.text.errors import TemplateError
-from agentserve.text.messages import Habits, Trim, Trims
+from agentserve.text.messages import CallId, Habits, Trim, Trims
 from agentserve.text.opaque import ContentTable, Document
 from agentserve.text.template import ChatTemplate
 
 Messages = list[dict[str, Any]]
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SPACE = "\n \n"
 _STRENGTH: dict[Trim, int] = {"none": 0, "lines": 1, "space": 2}
 
@@ -72,19 +73,30 @@ def _attempt(template: ChatTemplate, build: Callable[[_Run], Messages], **option
         return None
 
 
-def _dialogue(*, system: bool, calls: bool, more: bool) -> Callable[[_Run], Messages]:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How messages are given to the template."""
+
+    call_id: CallId
+    thinking_key: str = "reasoning_content"
+    apart: bool = False
+
+
+def _dialogue(form: _Form, *, system: bool, calls: bool, more: bool) -> Callable[[_Run], Messages]:
     def build(run: _Run) -> Messages:
         messages: Messages = [{"role": "system", "content": run.content("system")}] if system else []
         messages.append({"role": "user", "content": run.content("user")})
-        answer: dict[str, Any] = {
-            "role": "assistant",
-            "content": run.content("text"),
-            "reasoning_content": run.content("reasoning"),
-        }
+        answer: dict[str, Any] = {"role": "assistant", "content": run.content("text")}
+        answer[form.thinking_key] = run.content("reasoning")
         if calls:
-            function = {"name": run.content("name"), "arguments": run.arguments("arguments")}
-            answer["tool_calls"] = [{"id": "call00001", "type": "function", "function": function}]
-            messages += [answer, {"role": "tool", "content": run.content("output"), "tool_call_id": "call00001"}]
+            name = run.content("name")
+            call_id = form.call_id(name, "call00001", 0)
+            function = {"name": name, "arguments": run.arguments("arguments")}
+            if form.apart:
+                messages.append(answer)
+                answer = {"role": "assistant", "content": ""}
+            answer["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+            messages += [answer, {"role": "tool", "content": run.content("output"), "tool_call_id": call_id}]
             messages.append({"role": "assistant", "content": run.content("answer")})
         else:
             messages.append(answer)
@@ -95,7 +107,9 @@ def _dialogue(*, system: bool, calls: bool, more: bool) -> Callable[[_Run], Mess
     return build
 
 
-def _turns(*parts: tuple[str, str] | tuple[str, str, str]) -> Callable[[_Run], Messages]:
+def _turns(
+    *parts: tuple[str, str] | tuple[str, str, str], thinking_key: str = "reasoning_content"
+) -> Callable[[_Run], Messages]:
     """(role, name) or (role, name, reasoning name) for each message."""
 
     def build(run: _Run) -> Messages:
@@ -103,46 +117,76 @@ def _turns(*parts: tuple[str, str] | tuple[str, str, str]) -> Callable[[_Run], M
         for part in parts:
             message: dict[str, Any] = {"role": part[0], "content": run.content(part[1])}
             if len(part) == 3:
-                message["reasoning_content"] = run.content(part[2])
+                message[thinking_key] = run.content(part[2])
             messages.append(message)
         return messages
 
     return build
 
 
-def probe(template: ChatTemplate, think_open: str = "<think>") -> Traits:
-    """Find a template's traits. Raises TemplateError if it loses or re-orders contents."""
+def probe(
+    template: ChatTemplate,
+    think_open: str = "<think>",
+    call_id: CallId = lambda name, call_id, index: call_id,
+) -> Traits:
+    """Find a template's traits. call_id: what it is given as the id of a call.
+
+    Raises TemplateError if it loses or re-orders contents.
+    """
+    form = _form(template, call_id)
+
+    def dialogue(*, system: bool, calls: bool, more: bool) -> Callable[[_Run], Messages]:
+        return _dialogue(form, system=system, calls=calls, more=more)
+
     system = calls = True
-    base = _attempt(template, _dialogue(system=True, calls=True, more=True))
+    base = _attempt(template, dialogue(system=True, calls=True, more=True))
     if base is None or not base.has("user", "text", "name", "output", "answer", "next"):
         calls = False
-        base = _attempt(template, _dialogue(system=True, calls=False, more=True))
+        base = _attempt(template, dialogue(system=True, calls=False, more=True))
     if base is None or not base.has("system", "user", "text", "next"):
         system = False
         calls = True
-        base = _attempt(template, _dialogue(system=False, calls=True, more=True))
+        base = _attempt(template, dialogue(system=False, calls=True, more=True))
         if base is None or not base.has("user", "text", "name", "output", "answer", "next"):
             calls = False
-            base = _Run(template, _dialogue(system=False, calls=False, more=True))
+            base = _Run(template, dialogue(system=False, calls=False, more=True))
     if not base.has("user", "text", "next"):
         raise TemplateError("the chat template loses or re-orders message contents, so a context cannot be laid out by it")
     late = _attempt(template, _turns(("user", "u"), ("assistant", "a"), ("system", "s"), ("user", "v")))
     repeats = _attempt(template, _turns(("user", "u"), ("user", "v")))
     habits = Habits(
-        trims=_trims(template, system, calls),
+        trims=_trims(template, dialogue, system, calls),
         late_system=system and late is not None and late.has("u", "a", "s", "v"),
         repeats=repeats is not None and repeats.has("u", "v"),
         system=system,
+        thinking_key=form.thinking_key,
+        apart=form.apart,
     )
     close = _Run(template, _turns(("user", "u"), ("assistant", "a"), ("user", "v"))).between("a", "v")
-    return Traits(habits, _header(template, think_open), close, calls, _switch(template))
+    return Traits(habits, _header(template, think_open, form.thinking_key), close, calls, _switch(template))
 
 
-def _trims(template: ChatTemplate, system: bool, calls: bool) -> Trims:
+def _form(template: ChatTemplate, call_id: CallId) -> _Form:
+    """The member that thinking is read from, and whether it may stand beside text and calls."""
+
+    def shown(key: str) -> bool:
+        run = _attempt(template, _turns(("user", "u"), ("assistant", "a", "r"), thinking_key=key))
+        return run is not None and run.has("r", "a")
+
+    key = next((key for key in _THINKING_KEYS if shown(key)), _THINKING_KEYS[0])
+    form = _Form(call_id, key)
+    if _attempt(template, _dialogue(form, system=False, calls=True, more=True)) is not None:
+        return form
+    apart = replace(form, apart=True)
+    works = _attempt(template, _dialogue(apart, system=False, calls=True, more=True)) is not None
+    return apart if works else form
+
+
+def _trims(template: ChatTemplate, dialogue: Callable[..., Callable[[_Run], Messages]], system: bool, calls: bool) -> Trims:
     fields = ["user", "text", "reasoning"] + ["system"] * system + ["output"] * calls
     found: dict[str, tuple[Trim, Trim]] = {}
     for more in (False, True):
-        build = _dialogue(system=system, calls=calls, more=more)
+        build = dialogue(system=system, calls=calls, more=more)
         plain = _Run(template, build)
         for name in fields:
             if plain.at(name) < 0:
@@ -166,7 +210,7 @@ def _kind(kept: str, line: str, *, from_left: bool) -> Trim:
     return "lines" if kept == lines_gone else "space"
 
 
-def _header(template: ChatTemplate, think_open: str) -> str:
+def _header(template: ChatTemplate, think_open: str, thinking_key: str) -> str:
     """Longest text that opens the answer in the generation prompt and in every form of history."""
     with_prompt = _attempt(template, _turns(("user", "u")), prompt=True)
     without = _attempt(template, _turns(("user", "u")))
@@ -177,9 +221,9 @@ def _header(template: ChatTemplate, think_open: str) -> str:
         header = header.split(think_open, 1)[0]
     histories: Sequence[tuple[Callable[[_Run], Messages], str]] = (
         (_turns(("user", "u"), ("assistant", "a")), "a"),
-        (_turns(("user", "u"), ("assistant", "a", "r")), "a"),
+        (_turns(("user", "u"), ("assistant", "a", "r"), thinking_key=thinking_key), "a"),
         (_turns(("user", "u"), ("assistant", "a"), ("user", "v")), "a"),
-        (_turns(("user", "u"), ("assistant", "a", "r"), ("user", "v")), "a"),
+        (_turns(("user", "u"), ("assistant", "a", "r"), ("user", "v"), thinking_key=thinking_key), "a"),
     )
     for build, name in histories:
         run = _Run(template, build)

@@ -101,7 +101,7 @@ class Renderer:
         for i, unit in enumerate(units):
             if not unit.assistant or not unit.contents or i in covered:
                 continue
-            if unit.contents[0].field in ("text", "reasoning"):
+            if unit.contents[0].field in ("text", "reasoning") or self._planner.whole_blocks:
                 keys[i] = stretch_key(request.salt, unit.text)
             else:
                 item = request.items[unit.contents[0].item]
@@ -271,20 +271,27 @@ class Renderer:
     ) -> tuple[list[tuple[bytes, Alias]], list[bytes]]:
         """Aliases of the stretches between markers, and the signature of the whole (as Planner.key_of makes it)."""
         calls = iter([x for x in output if isinstance(x, FunctionCall | CustomToolCall)])
+        whole_blocks = self._planner.whole_blocks
         aliases: list[tuple[bytes, Alias]] = []
         signature: list[bytes] = []
         inside = False
         for marker, ids in self._runs(exact):
             if marker is not None:
-                signature.append(b"mark%d" % marker)
-                inside = marker in self._markers.call_open or (inside and marker not in self._markers.call_close)
+                opens, closes = marker in self._markers.call_open, marker in self._markers.call_close
+                if not (inside and whole_blocks) or opens or closes:
+                    signature.append(b"mark%d" % marker)
+                if opens and whole_blocks:
+                    here = list(calls) if self._planner.many_in_block else [c for c in (next(calls, None),) if c is not None]
+                    signature += [b"call" + claim_of(call) for call in here]
+                inside = opens or (inside and not closes)
                 continue
             text = self._tokenizer.decode(ids)
             if not text.strip():
                 continue
-            call = next(calls, None) if inside else None
+            call = next(calls, None) if inside and not whole_blocks else None
             claim = b"" if call is None else claim_of(call)
-            signature.append(b"text" + text.strip().encode("utf-8", "surrogatepass") if call is None else b"call" + claim)
+            if not (inside and whole_blocks):
+                signature.append(b"text" + text.strip().encode("utf-8", "surrogatepass") if call is None else b"call" + claim)
             key = stretch_key(salt, text) if call is None else call_key(salt, call.call_id)
             aliases.append((key, self._core(ids, claim)))
         return aliases, signature

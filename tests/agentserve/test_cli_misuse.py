@@ -76,6 +76,15 @@ def test_a_variable_without_a_meaning_is_named(tmp_path: Path) -> None:
     assert "environment: AGENTSERVE_PROT: set, and means nothing" in result.output
 
 
+def test_doctor_names_the_dialect_and_what_is_odd_about_it(tmp_path: Path) -> None:
+    flags = ["doctor", "--port", "0", "--state-dir", str(tmp_path)]
+    odd = CliRunner().invoke(app, flags, env={"AGENTSERVE_MODEL_DIALECT": "glm"})
+    assert "warn  dialect: glm as set; the chat template looks like hermes" in odd.output
+    unknown = CliRunner().invoke(app, flags, env={"AGENTSERVE_MODEL_DIALECT": "klingon"})
+    assert "fail  dialect: 'klingon' is unknown" in unknown.output
+    assert "kimi_k2" in unknown.output
+
+
 def test_long_tool_output_is_shown_in_part() -> None:
     lines = [str(n) for n in range(SHOWN_LINES + 3)]
     assert clipped("\n".join(lines[:SHOWN_LINES])) == "\n".join(lines[:SHOWN_LINES])

@@ -52,6 +52,11 @@ BAD_STATES: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
+def test_an_unknown_dialect_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dialect: got 'klingon'; accepted: auto, hermes, qwen3_xml"):
+        start(tmp_path, model__dialect="klingon")
+
+
 @pytest.mark.parametrize(("spoil", "message"), BAD_STATES)
 def test_an_unusable_state_directory_is_named(tmp_path: Path, spoil: Callable[[Path], Any], message: str) -> None:
     spoil(tmp_path)

@@ -106,6 +106,7 @@ def test_doctor_finds_this_machine_in_order(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stdout
     assert "0 to mend" in shown.stdout
     assert "cpu library" in shown.stdout
+    assert "dialect: hermes, by chat template and tokens" in shown.stdout
 
 
 def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, server: PrivateServer) -> None:

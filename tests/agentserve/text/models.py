@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,7 @@ from agentserve.text.model_text import ModelText
 from agentserve.text.renderer import Renderer
 from agentserve.text.template import ChatTemplate
 from agentserve.text.tokenizer import Tokenizer
+from tests.agentserve.text.families import OTHER_FAMILIES
 
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -161,14 +163,27 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tokenizer_json(), {"eos_token": "<|im_end|>"})
 
 
+@functools.cache
+def tokenizer_with(markers: tuple[str, ...], eos: str = "<|im_end|>") -> Tokenizer:
+    """The same without Qwen's markers but for the end of a turn, and with these."""
+    spec = json.loads(tokenizer_json())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] == "<|im_end|>"]
+    base = BaseTokenizer.from_str(json.dumps(spec))
+    base.add_tokens([AddedToken(t, normalized=False, special=False) for t in dict.fromkeys(markers)])
+    return Tokenizer(base.to_str(), {"eos_token": eos})
+
+
 FAMILIES = (*TEMPLATES, "demo")
-"""Templates above, and the shipped model's own tokenizer and template."""
+"""Templates above, and the shipped model's own tokenizer and template; those of families.py have tests of their own."""
 
 
 @functools.cache
 def _loaded(family: str) -> ModelText:
     if family == "demo":
         return ModelText.load(Path(agentserve.__file__).parent / "demo_model")
+    if family in OTHER_FAMILIES:
+        template, markers, eos, _ = OTHER_FAMILIES[family]
+        return ModelText(tokenizer_with(markers, eos), ChatTemplate(template, {"bos_token": markers[0]}))
     return ModelText(tokenizer(), ChatTemplate(TEMPLATES[family]))
 
 

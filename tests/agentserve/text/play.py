@@ -152,7 +152,11 @@ class Agent:
         for i, (name, arguments) in enumerate(calls):
             if text or i:
                 ids += split("\n")
-            ids += [*markers.call_open, *split(self.text.dialect.write_call(name, arguments)), *markers.call_close]
+            ids += [
+                *markers.call_open,
+                *split("".join(piece.text for piece in self.text.dialect.write_call(name, arguments))),
+                *markers.call_close,
+            ]
         return ids + ([markers.turn_end[0]] if end else [])
 
     def take(self, sampled: Sequence[int]) -> list[OutputItem]:
