@@ -104,6 +104,8 @@ class Worker:
             chores = self._bridge.chore()
             for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
                 self._take(frame)
+            # What was found and when its first token will come is told before the next step, which may take long.
+            self._pipe.flush()
             if self._turns.compiling:
                 self._turns.poll()
             ended = self._step() if self._engine.has_work else False

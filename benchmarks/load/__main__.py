@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.load import policies
+from benchmarks.load import lab, policies, wire
 
-COMMANDS = {"policies": policies.main}
+COMMANDS = {"policies": policies.main, "agents": lab.main, "streams": wire.streams, "idle": wire.idle, "gap": wire.gap}
 
 
 def main() -> None:

@@ -87,4 +87,9 @@ SMALL = Machine("small", 3_000, 400_000, 8_000, 5_000, 1_200, 10_000_000_000, 2_
 """About what two cores do with the embedded model; for lab runs that should look like a real one."""
 INSTANT = Machine("instant", 0, 0, 0, 0, 0, 1 << 50, 1 << 50, kv_token_bytes=8, state_bytes=64, rows=256)
 """Takes no time: what is left is the server's own."""
-MACHINES = {machine.name: machine for machine in (LAPTOP, H200, SMALL, INSTANT)}
+BEATS = tuple(
+    Machine(f"beat{rate}", 1_000, 0, 0, 1_000_000 // rate, 0, 1 << 50, 1 << 50, kv_token_bytes=8, state_bytes=64, rows=256)
+    for rate in (20, 50, 100)
+)
+"""A token for everybody so many times a second."""
+MACHINES = {machine.name: machine for machine in (LAPTOP, H200, SMALL, INSTANT, *BEATS)}

@@ -1,0 +1,258 @@
+"""Simulated agents on real sockets: recorded words, sizes and pauses; edits, cancels, reconnects. Times are seconds.
+
+A turn is asked at its time, whatever the others do (open loop): a session that is not ready gives its place to a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.load.client import Closed, Socket
+from benchmarks.load.recorded import Turn
+from benchmarks.traces.data import MAGAGENT, MINISWE, records
+
+TERMINAL = ("response.completed", "response.incomplete", "response.failed")
+CHARACTERS_PER_TOKEN = 2.4
+"""Of the demo model's tokenizer on this text; what a turn really had is in its usage."""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """Shares of turns that are cut short by a cancel or by hanging up, that come over a new socket, and that go on from an
+    earlier answer than the last."""
+
+    cancel: float = 0.0
+    vanish: float = 0.0
+    reconnect: float = 0.0
+    edit: float = 0.0
+
+
+@dataclass
+class Asked:
+    """One turn. predicted, warned: as the first of the server's own events said. ends: terminal event, or what cut it short."""
+
+    at: float
+    suffix: int
+    deadline_s: float
+    created: float | None = None
+    ttft: float | None = None
+    predicted: float | None = None
+    warned: bool | None = None
+    warned_after: float | None = None
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """(when, how long) between two deltas."""
+    ends: str = ""
+    response_id: str = ""
+
+
+class Corpus:
+    """Recorded text, cut to size."""
+
+    def __init__(self) -> None:
+        parts = [r["input"] for name in (MINISWE, MAGAGENT) for r in records(name, limit=40) if r["input"].strip()]
+        self._text = "\n".join(parts)
+
+    def words(self, rng: random.Random, tokens: int) -> str:
+        size = max(4, round(tokens * CHARACTERS_PER_TOKEN))
+        begin = rng.randrange(max(1, len(self._text) - size))
+        return self._text[begin : begin + size]
+
+
+class Session:
+    """A conversation over one socket at a time. chain: answers so far, the newest last."""
+
+    def __init__(self, port: int, corpus: Corpus, rng: random.Random, behaviour: Behaviour, most_context: int) -> None:
+        self._port = port
+        self._corpus = corpus
+        self._rng = rng
+        self._behaviour = behaviour
+        self._most_context = most_context
+        self._socket: Socket | None = None
+        self._chain: list[tuple[str, int]] = []
+        self.busy = False
+
+    async def ask(self, suffix: int, output: int, deadline_s: float) -> Asked:
+        """One turn to its end, or to where it is cut short. Errors of the server are results, not exceptions."""
+        rng, behaviour = self._rng, self._behaviour
+        self.busy = True
+        try:
+            if rng.random() < behaviour.reconnect:
+                self.close()
+            if len(self._chain) > 1 and rng.random() < behaviour.edit:
+                self._chain.pop()
+            while self._chain and self._chain[-1][1] + suffix + output > self._most_context:
+                self._chain.clear()
+            return await self._turn(suffix, output, deadline_s)
+        finally:
+            self.busy = False
+
+    async def _turn(self, suffix: int, output: int, deadline_s: float) -> Asked:
+        rng, behaviour = self._rng, self._behaviour
+        cut_at = rng.randrange(1, output + 1) if rng.random() < behaviour.cancel + behaviour.vanish else 0
+        vanish = rng.random() < behaviour.vanish / max(1e-9, behaviour.cancel + behaviour.vanish)
+        body: dict[str, Any] = {
+            "type": "response.create",
+            "input": [{"role": "user", "content": self._corpus.words(rng, suffix)}],
+            "max_output_tokens": output,
+            "reasoning": {"effort": "none"},
+            "temperature": 0,
+            "agentserve": {"events": True, "ttft_deadline_ms": max(1, round(deadline_s * 1000))},
+        }
+        if self._chain:
+            body["previous_response_id"] = self._chain[-1][0]
+        asked = Asked(time.monotonic(), suffix, deadline_s)
+        try:
+            if self._socket is None or self._socket.code is not None:
+                self._socket = await Socket.connect(self._port)
+            socket = self._socket
+            asked.at = time.monotonic()
+            socket.send(json.dumps(body))
+            deltas, last = 0, 0.0
+            while not asked.ends:
+                event = json.loads(await socket.receive())
+                now = time.monotonic()
+                kind = event["type"]
+                if kind.endswith(".delta"):
+                    if asked.ttft is None:
+                        asked.ttft = now - asked.at
+                    else:
+                        asked.gaps.append((now, now - last))
+                    last, deltas = now, deltas + 1
+                    if deltas == cut_at:
+                        if vanish:
+                            socket.abort()
+                            self._socket = None
+                            asked.ends = "vanished"
+                        else:
+                            socket.send(json.dumps({"type": "response.cancel", "response_id": asked.response_id}))
+                else:
+                    self._event(asked, kind, event, now)
+        except (Closed, OSError) as error:
+            asked.ends = f"closed {getattr(error, 'code', 0)}"
+            self._socket = None
+        return asked
+
+    def _event(self, asked: Asked, kind: str, event: dict[str, Any], now: float) -> None:
+        if kind == "response.created":
+            asked.created = now - asked.at
+            asked.response_id = event["response"]["id"]
+        elif kind == "agentserve.deadline" and asked.warned is None:
+            asked.predicted = event["predicted_ttft_ms"] / 1000
+            asked.warned = event["status"] != "on_track"
+            asked.warned_after = now - asked.at
+        elif kind in TERMINAL:
+            response = event["response"]
+            usage = response.get("usage")
+            if usage:
+                asked.prompt, asked.output = usage["input_tokens"], usage["output_tokens"]
+                asked.cached = usage["input_tokens_details"]["cached_tokens"]
+            asked.ends = response["status"]
+            if kind != "response.failed" and usage:
+                self._chain.append((response["id"], usage["total_tokens"]))
+            elif response.get("error"):
+                asked.ends = response["error"]["code"]
+        elif kind == "error":
+            asked.ends = event["error"]["code"]
+            self._chain.clear()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Crowd:
+    """Sessions on one server. lone_s(suffix): TTFT of a turn that has the server to itself."""
+
+    def __init__(
+        self, port: int, *, seed: int, behaviour: Behaviour, most_context: int, lone_s: Callable[[int], float]
+    ) -> None:
+        self._port = port
+        self._corpus = Corpus()
+        self._rng = random.Random(seed)
+        self._behaviour = behaviour
+        self._most_context = most_context
+        self._lone_s = lone_s
+        self.sessions: list[Session] = []
+
+    def _session(self) -> Session:
+        seed = self._rng.randrange(1 << 30)
+        session = Session(self._port, self._corpus, random.Random(seed), self._behaviour, self._most_context)
+        self.sessions.append(session)
+        return session
+
+    async def alone(self, sizes: Sequence[int], rounds: int, output: int) -> list[Asked]:
+        """One session, one turn after the other."""
+        session, asked = self._session(), []
+        for _ in range(rounds):
+            for size in sizes:
+                asked.append(await session.ask(size, output, 1000.0))
+        session.close()
+        return asked
+
+    async def closed(self, agents: int, work: Sequence[Turn], seconds: float) -> float:
+        """Turns per second when every agent asks again as soon as it has its answer: what the server can do."""
+        until = time.monotonic() + seconds
+        done, begun = 0, time.monotonic()
+
+        async def agent(session: Session, turns: list[Turn]) -> None:
+            nonlocal done
+            while time.monotonic() < until:
+                turn = self._rng.choice(turns)
+                asked = await session.ask(turn.suffix, turn.output, 1000.0)
+                done += not asked.ends.startswith("closed")
+
+        sessions = [self._session() for _ in range(agents)]
+        await asyncio.gather(*(agent(session, list(work)) for session in sessions))
+        for session in sessions:
+            session.close()
+        return done / (time.monotonic() - begun)
+
+    async def open(self, agents: int, work: Sequence[Turn], per_second: float, seconds: float) -> list[Asked]:
+        """Turns at Poisson times. `agents` sessions take them in turn; if all are busy, another one joins."""
+        loop = asyncio.get_running_loop()
+        ready = [self._session() for _ in range(agents)]
+        asked: list[asyncio.Task[Asked]] = []
+        at, until = loop.time(), loop.time() + seconds
+        while at < until:
+            at += self._rng.expovariate(per_second)
+            await asyncio.sleep(max(0.0, at - loop.time()))
+            free = [session for session in ready if not session.busy]
+            session = self._rng.choice(free) if free else self._session()
+            if not free:
+                ready.append(session)
+            turn = self._rng.choice(work)
+            session.busy = True
+            asked.append(asyncio.create_task(session.ask(turn.suffix, turn.output, 3 * self._lone_s(turn.suffix) + 0.25)))
+        answers = list(await asyncio.gather(*asked))
+        for session in ready:
+            session.close()
+        return answers
+
+    async def paused(self, agents: int, work: Sequence[Turn], seconds: float, hurry: float) -> list[Asked]:
+        """Each agent pauses as recorded, divided by `hurry`, between its turns; none begins after `seconds`."""
+        until = time.monotonic() + seconds
+        answers: list[Asked] = []
+
+        async def agent(session: Session) -> None:
+            while True:
+                turn = self._rng.choice(work)
+                await asyncio.sleep(turn.pause / 1e6 / hurry)
+                if time.monotonic() > until:
+                    return
+                answers.append(await session.ask(turn.suffix, turn.output, 3 * self._lone_s(turn.suffix) + 0.25))
+
+        sessions = [self._session() for _ in range(agents)]
+        await asyncio.gather(*(agent(session) for session in sessions))
+        for session in sessions:
+            session.close()
+        return answers

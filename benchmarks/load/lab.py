@@ -1,0 +1,212 @@
+"""Agents on a real server: times to the first token, gaps, deadlines, predictions, reuse and memory over time.
+
+    python -m benchmarks.load agents [--engine demo] [--agents 16] [--load 0.5] [--minutes 3] [--plot FILE.png] [--record]
+
+First one agent alone, for the TTFT of each suffix; then all of them without pauses, for what the server can do; then turns at
+random times at `load` of that. Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens. Deadlines are
+three times the lone TTFT of the suffix and a quarter of a second. Nothing else should run; see the load in each line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import report
+from benchmarks.load.agents import Asked, Behaviour, Crowd
+from benchmarks.load.policies import at
+from benchmarks.load.recorded import Turn, recorded_sessions
+from benchmarks.load.server import ENGINES, LabServer, lab_server
+
+SIZES = (64, 256, 1024, 4096, 8000)
+GOAL_MS = 200
+
+
+def work(least: int = 64, most: int = 8192, output: int = 64) -> list[Turn]:
+    """Recorded turns with suffixes in a range. Their answers are shortened, their pauses kept."""
+    turns = (turn for session in recorded_sessions(131_072) for turn in session)
+    return [Turn(t.pause, t.restored, t.suffix, min(t.output, output)) for t in turns if least <= t.suffix <= most]
+
+
+def interpolate(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Straight lines between measured (suffix, seconds), and as far beyond them as the nearest line goes."""
+    ordered = sorted(points)
+
+    def value(size: int) -> float:
+        for (a, low), (b, high) in pairwise(ordered):
+            if size <= b:
+                return max(low if size >= a else 0.0, low + (high - low) * (size - a) / (b - a)) if b > a else low
+        return ordered[-1][1] * size / ordered[-1][0]
+
+    return value
+
+
+class Memory:
+    """MiB of each process once a second."""
+
+    def __init__(self, server: LabServer) -> None:
+        self._server = server
+        self._begun = time.monotonic()
+        self.samples: list[tuple[float, dict[str, float]]] = []
+
+    async def run(self) -> None:
+        while True:
+            self.samples.append((time.monotonic() - self._begun, self._server.rss_mib()))
+            await asyncio.sleep(1.0)
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Per process: at the first and the last quarter's beginning, at the end, at most."""
+        found: dict[str, dict[str, float]] = {}
+        for name in self.samples[-1][1]:
+            values = [sample[name] for _, sample in self.samples if name in sample]
+            places = {"early": len(values) // 4, "late": 3 * len(values) // 4, "end": len(values) - 1}
+            found[name] = {key: round(values[index], 1) for key, index in places.items()} | {"most": round(max(values), 1)}
+        return found
+
+
+def summary(asked: Sequence[Asked], lone_s: Callable[[int], float]) -> dict[str, Any]:
+    """Of turns that were not cut short. Shares are of those turns; stretch: TTFT ÷ lone TTFT of the suffix."""
+    ended: dict[str, int] = {}
+    for turn in asked:
+        ended[turn.ends] = ended.get(turn.ends, 0) + 1
+    turns = [t for t in asked if t.ttft is not None]
+    if not turns:
+        return {"turns": 0, "ended": ended}
+    ttft = sorted(t.ttft or 0.0 for t in turns)
+    stretch = sorted((t.ttft or 0.0) / max(1e-3, lone_s(t.suffix)) for t in turns)
+    gaps = sorted(gap for t in turns for _, gap in t.gaps)
+    told = [t for t in turns if t.predicted is not None]
+    errors = sorted(abs((t.predicted or 0) - (t.ttft or 0)) / max(1e-3, t.ttft or 0) for t in told)
+    late = [t for t in told if (t.ttft or 0) > t.deadline_s]
+    in_time = [t for t in told if (t.ttft or 0) <= t.deadline_s]
+    warned_after = sorted(t.warned_after or 0.0 for t in told)
+    prompt = sum(t.prompt for t in turns)
+    return {
+        "turns": len(turns),
+        "ended": ended,
+        "ttft_s": _at(ttft, p50=0.5, p95=0.95, p99=0.99),
+        "stretch": _at(stretch, p50=0.5, p95=0.95, p99=0.99),
+        "gap_s": _at(gaps, p50=0.5, p99=0.99, max=1.0) if gaps else None,
+        "met": round(1 - sum((t.ttft or 0) > t.deadline_s for t in turns) / len(turns), 4),
+        "prediction_error": _at(errors, p50=0.5, p95=0.95) if errors else None,
+        "first_word_ms": _at([1000 * s for s in warned_after], p50=0.5, p99=0.99) if told else None,
+        "missed_alarms": round(sum(not t.warned for t in late) / max(1, len(told)), 4),
+        "false_alarms": round(sum(bool(t.warned) for t in in_time) / max(1, len(told)), 4),
+        "reused": round(sum(t.cached for t in turns) / prompt, 4) if prompt else None,
+    }
+
+
+def _at(ordered: Sequence[float], **shares: float) -> dict[str, float]:
+    return {name: round(at(ordered, share), 4) for name, share in shares.items()}
+
+
+async def measure(
+    server: LabServer, options: argparse.Namespace, turns: Sequence[Turn]
+) -> tuple[dict[str, Any], list[Asked], Memory]:
+    behaviour = Behaviour(options.cancel, options.vanish, options.reconnect, options.edit)
+    plain = Crowd(
+        server.port, seed=options.seed, behaviour=Behaviour(), most_context=options.context, lone_s=lambda size: 1000.0
+    )
+    memory = Memory(server)
+    sampling = asyncio.create_task(memory.run())
+    try:
+        alone = await plain.alone(SIZES, options.rounds + 1, 4)
+        # The first round warms up caches and predictions.
+        points = []
+        for size in SIZES:
+            values = sorted(t.ttft for t in alone[len(SIZES) :] if t.suffix == size and t.ttft is not None)
+            if values:
+                points.append((size, at(values, 0.5)))
+        if not points:
+            raise RuntimeError(f"no turn was answered: {[t.ends for t in alone]}")
+        lone_s = interpolate(points)
+        capacity = await plain.closed(options.agents, turns, options.capacity_s)
+        crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone_s)
+        asked = await crowd.open(options.agents, turns, capacity * options.load, options.minutes * 60)
+    finally:
+        sampling.cancel()
+    figures = {
+        "lone_ttft_s": {str(size): round(seconds, 4) for size, seconds in points},
+        "capacity_turns_per_s": round(capacity, 3),
+        "offered_turns_per_s": round(capacity * options.load, 3),
+        **summary(asked, lone_s),
+        "rss_mib": memory.figures(),
+    }
+    return figures, asked, memory
+
+
+def show(console: Console, title: str, figures: dict[str, Any]) -> None:
+    table = Table(title=title, show_header=False)
+    for key, value in figures.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        table.add_row(key, text)
+    console.print(table)
+
+
+def plot(asked: Sequence[Asked], memory: Memory, path: Path) -> None:
+    """TTFT by suffix, gaps over time, memory over time. Needs matplotlib (the `bench` extra)."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    turns = [t for t in asked if t.ttft is not None]
+    late = [t for t in turns if (t.ttft or 0) > t.deadline_s]
+    left.loglog([t.suffix for t in turns], [t.ttft for t in turns], ".", markersize=3, label="in time")
+    left.loglog([t.suffix for t in late], [t.ttft for t in late], "x", markersize=4, label="late")
+    left.set_xlabel("suffix, tokens", fontsize=8)
+    left.set_title("time to first token, s", fontsize=9)
+    left.legend(fontsize=7)
+    begun = min((t.at for t in turns), default=0.0)
+    gaps = [(when - begun, 1000 * gap) for t in turns for when, gap in t.gaps]
+    middle.semilogy([when for when, _ in gaps], [max(0.1, gap) for _, gap in gaps], ".", markersize=1)
+    middle.set_title("gap between tokens, ms", fontsize=9)
+    middle.set_xlabel("s", fontsize=8)
+    for name in memory.samples[-1][1] if memory.samples else ():
+        right.plot([s for s, _ in memory.samples], [sample.get(name, 0.0) for _, sample in memory.samples], label=name)
+    right.set_ylim(0, None)
+    right.set_title("resident memory, MiB", fontsize=9)
+    right.legend(fontsize=7)
+    for axes in (left, middle, right):
+        axes.tick_params(labelsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.load agents", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES, default="demo")
+    parser.add_argument("--agents", type=int, default=16)
+    parser.add_argument("--load", type=float, default=0.5, help="share of the measured capacity")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=5, help="lone turns of each size")
+    parser.add_argument("--capacity-s", type=float, default=45.0)
+    parser.add_argument("--context", type=int, default=24_000, help="longest context before a session begins anew")
+    parser.add_argument("--most-suffix", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=1)
+    for name in ("cancel", "vanish", "reconnect", "edit"):
+        parser.add_argument(f"--{name}", type=float, default=0.0, help="share of turns")
+    parser.add_argument("--plot", type=Path, default=None, help="write a picture here")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
+    parser.add_argument("settings", nargs="*", metavar="section.field=value", help="of the server")
+    options = parser.parse_args(arguments)
+    turns = work(most=options.most_suffix)
+    with tempfile.TemporaryDirectory() as folder, lab_server(Path(folder), options.engine, options.settings) as server:
+        figures, asked, memory = asyncio.run(measure(server, options, turns))
+    show(Console(width=140), f"{options.agents} agents at {options.load:.0%} of capacity, {options.engine}", figures)
+    if options.plot is not None:
+        plot(asked, memory, options.plot)
+    workload = {key: value for key, value in vars(options).items() if key not in ("plot", "record", "engine")}
+    report("load_agents", options.engine, workload, figures, options.record)

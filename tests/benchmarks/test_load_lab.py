@@ -1,0 +1,127 @@
+"""The load lab's client and its sums, and one short run of everything over real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.load.agents import Asked, Behaviour, Crowd
+from benchmarks.load.client import Closed, Socket
+from benchmarks.load.lab import interpolate, summary
+from benchmarks.load.recorded import Turn
+from benchmarks.load.server import LabServer, lab_server
+from benchmarks.load.wire import late_by
+from tests.fakes.server import running
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    """As a server writes it."""
+    size = len(payload)
+    if size < 126:
+        return struct.pack("!BB", 0x80 | kind, size) + payload
+    if size < 1 << 16:
+        return struct.pack("!BBH", 0x80 | kind, 126, size) + payload
+    return struct.pack("!BBQ", 0x80 | kind, 127, size) + payload
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 125, 126, 127, 300]), min_size=1, max_size=5) | st.just([65_535, 2, 65_536, 70_000]),
+    cut=st.integers(1, 70_000),
+)
+def test_frames_of_any_size_arrive_whole_however_the_bytes_are_cut(sizes, cut) -> None:
+    async def run() -> list[bytes]:
+        got: list[bytes] = []
+        socket = Socket(lambda payload: got.append(bytes(payload)))
+        socket._open.set_result(None)
+        data = b"".join(frame(1, bytes([i + 1]) * size) for i, size in enumerate(sizes))
+        for at in range(0, len(data), max(cut, len(data) // 2000)):
+            socket.data_received(data[at : at + cut])
+        return got
+
+    assert asyncio.run(run()) == [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+
+
+async def test_a_refused_upgrade_is_told_with_its_status() -> None:
+    with running() as server, pytest.raises(Closed, match="401"):
+        await Socket.connect(server.port)
+
+
+def test_lateness_is_measured_from_the_earliest_schedule_that_fits() -> None:
+    assert late_by([10.0, 11.0, 12.5, 13.0], 1.0) == [0.0, 0.0, 0.5, 0.0]
+    assert late_by([10.5, 11.0, 12.0], 1.0) == [0.5, 0.0, 0.0]
+
+
+@given(sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=6, unique=True), size=st.integers(1, 20_000))
+def test_interpolated_times_rise_with_the_size_and_hit_the_measured_points(sizes, size) -> None:
+    value = interpolate([(s, s / 1000) for s in sizes])
+    assert all(value(s) == pytest.approx(s / 1000) for s in sizes)
+    assert value(size) <= value(size + 100) + 1e-9
+
+
+def test_a_summary_counts_late_turns_alarms_and_errors() -> None:
+    turns = [
+        Asked(
+            0.0, 100, 1.0, ttft=0.5, predicted=0.6, warned=False, warned_after=0.01, prompt=200, cached=100, ends="completed"
+        ),
+        Asked(0.0, 100, 1.0, ttft=2.0, predicted=1.0, warned=False, warned_after=0.02, prompt=200, cached=50, ends="completed"),
+        Asked(0.0, 100, 1.0, ttft=0.9, predicted=1.2, warned=True, warned_after=0.03, prompt=200, cached=0, ends="incomplete"),
+        Asked(0.0, 100, 1.0, ends="vanished"),
+    ]
+    turns[0].gaps = [(0.6, 0.1), (0.8, 0.2)]
+    found = summary(turns, lambda size: 0.5)
+    assert found["turns"] == 3
+    assert found["ended"] == {"completed": 2, "incomplete": 1, "vanished": 1}
+    assert found["met"] == pytest.approx(2 / 3, abs=1e-4)
+    assert found["missed_alarms"] == found["false_alarms"] == pytest.approx(1 / 3, abs=1e-4)
+    assert found["stretch"] == {"p50": 1.8, "p95": 4.0, "p99": 4.0}
+    assert found["prediction_error"]["p50"] == pytest.approx(1 / 3, abs=1e-4)
+    assert found["reused"] == 0.25
+    assert found["gap_s"] == {"p50": 0.1, "p99": 0.2, "max": 0.2}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    with lab_server(tmp_path_factory.mktemp("lab"), "instant") as running_server:
+        yield running_server
+
+
+def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(server: LabServer, tmp_path: Path) -> None:
+    behaviour = Behaviour(cancel=0.2, vanish=0.2, reconnect=0.2, edit=0.2)
+
+    async def run() -> list[Asked]:
+        crowd = Crowd(server.port, seed=3, behaviour=behaviour, most_context=6000, lone_s=lambda size: 10.0)
+        return await crowd.open(6, [Turn(0, 0, 80, 12), Turn(0, 0, 600, 5)], per_second=30.0, seconds=2.0)
+
+    asked = asyncio.run(run())
+    ends = {turn.ends for turn in asked}
+    assert len(asked) > 20
+    assert ends <= {"completed", "incomplete", "cancelled", "vanished"}, ends
+    assert {"incomplete", "cancelled", "vanished"} <= ends
+    assert all(turn.predicted is not None for turn in asked if turn.ends == "incomplete")
+    assert any(turn.cached > 64 for turn in asked)
+    counters = settled(server)
+    for name in ("turns", "pins", "cache_errors", "release_errors"):
+        assert counters[f'agentserve_worker_counter{{name="{name}"}}'] == 0, name
+    assert counters["agentserve_active_responses"] == counters["agentserve_open_sockets"] == 0
+
+
+def settled(server: LabServer) -> dict[str, float]:
+    """Counters once the last turn has ended and its load report has come."""
+
+    async def run() -> dict[str, float]:
+        counters: dict[str, float] = {}
+        for _ in range(200):
+            counters = server.counters()
+            busy = counters["agentserve_active_responses"] + counters["agentserve_open_sockets"]
+            if not busy and not counters.get('agentserve_worker_counter{name="turns"}', 1):
+                break
+            await asyncio.sleep(0.05)
+        return counters
+
+    return asyncio.run(run())
