@@ -149,6 +149,22 @@ def test_many_rules_at_once_keep_to_themselves(client: httpx.Client) -> None:
         assert re.fullmatch(f"{letter}{{5,9}}", text)
 
 
+def test_a_client_that_leaves_stops_a_constrained_answer(client: httpx.Client) -> None:
+    form = {"type": "regex", "pattern": "(ab)*c{100000}"}
+    endless = {
+        "input": "x",
+        "text": {"format": form},
+        "reasoning": {"effort": "none"},
+        "max_output_tokens": 30_000,
+        "stream": True,
+    }
+    with client.stream("POST", "/v1/responses", json={**endless, "max_output_tokens": 30_000}) as reply:
+        deltas = (line for line in reply.iter_lines() if "output_text.delta" in line)
+        assert next(deltas)
+    one = create(client, text={"format": {"type": "regex", "pattern": "ok"}}, reasoning={"effort": "none"})
+    assert one["output"][0]["content"][0]["text"] == "ok"
+
+
 def test_chat_completions(client: httpx.Client) -> None:
     tool = {"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS, "strict": True}}
     ask = {"messages": [{"role": "user", "content": "Weather?"}], "temperature": 1.0, "seed": 3, "max_tokens": 400}
