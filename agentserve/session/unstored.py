@@ -92,8 +92,8 @@ def _row(name: str, session: _Session) -> SessionRow:
         at = session.known[at].before
     return SessionRow(
         id=name,
-        created_at=session.created_at,
-        updated_at=session.updated_at,
+        created_at=int(session.created_at),
+        updated_at=int(session.updated_at),
         turns=session.turns,
         last_response=last,
         context_tokens=session.context_tokens,

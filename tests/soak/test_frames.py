@@ -46,10 +46,15 @@ def frame(rng: random.Random, known: list[str]) -> str | bytes:
     if kind == 2:
         return json.dumps({"type": "response.cancel", "response_id": rng.choice([*known[-2:], "resp_0", None])})
     if kind == 3:
-        return json.dumps({"type": rng.choice(["response.steer", "response.unknown"]), "previous_response_id": "resp_0"})
+        whom, said = rng.choice([*known[-2:], "resp_0"]), rng.choice(["stop", "", junk(rng)])
+        steer = {"type": "response.steer", "previous_response_id": whom, "input": said}
+        watch = {"type": "agentserve.follow", "response_id": whom, "starting_after": rng.randrange(-1, 9), "stream_id": "watch"}
+        return json.dumps(rng.choice([steer, watch, {"type": "response.unknown"}]))
     body: dict[str, Any] = {"type": "response.create", "input": "hi"}
     if rng.random() < 0.5:
         body["stream_id"] = rng.choice(["a", "b", "c"])
+    if rng.random() < 0.2:
+        body["metadata"] = {"idempotency_key": rng.choice("kl")}
     if known and rng.random() < 0.5:
         body["previous_response_id"] = rng.choice(known)
     if rng.random() < 0.3:
@@ -88,9 +93,11 @@ async def read_some(
             event = json.loads(await asyncio.wait_for(socket.recv(), patience_s))
         except (TimeoutError, ConnectionClosed):
             return checked
-        if event["type"] in ("error", "response.steer.failed"):
-            continue
         lane = event.get("stream_id")
+        if event["type"] == "error" or event["type"].startswith("response.steer.") or lane == "watch":
+            continue
+        if event["type"] == "response.created" and len(known) < 40:
+            known.append(event["response"]["id"])  # while it runs it may be steered, cancelled and followed
         lanes.setdefault(lane, []).append(event)
         if event["type"] in TERMINAL:
             known.append(check(lanes.pop(lane), lane)["id"])
