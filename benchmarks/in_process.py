@@ -21,7 +21,8 @@ from agentserve.protocol.items import FunctionTool, Item, OutputItem
 from agentserve.session.aliases import Aliases
 from agentserve.text.model_text import ModelText
 from agentserve.worker.messages import FromWorker, Matched, Sampling, StartTurn, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.traces.compose import write
 from benchmarks.traces.prefixes import Known

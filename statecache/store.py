@@ -1,5 +1,5 @@
-"""StateCache: match, read, put, evict. The one place that decides; answers are in lookup.py, bytes in shelf.py and tiers/,
-records in residency.py, worth in eviction.py.
+"""StateCache: match, read, put, evict. The one place that others call; answers are in lookup.py, new checkpoints in placing.py,
+bytes in shelf.py and tiers/, records in residency.py, worth in eviction.py.
 
 Threads: every method may be called from any thread; one lock guards the records. `Match.read` copies outside of it, safe
 because a matched record is in use and segments never change. put() holds the lock while it copies, so a match waits for at
@@ -13,26 +13,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 
-from statecache.checkpoint import CacheStats, CheckpointInfo, Path, PutResult, Record, TierStats, validate
+from statecache.checkpoint import CacheStats, CheckpointInfo, PutResult, TierStats
 from statecache.copies import Copies
 from statecache.device import Device, Pools
-from statecache.errors import Collision, PayloadMismatch, TierError, TierFailed
-from statecache.index.base import Index, Walk
-from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes, xxh3_128
+from statecache.errors import TierError, TierFailed
+from statecache.index.base import Index
+from statecache.keys import Hash128, xxh3_128
 from statecache.lookup import Lookup
 from statecache.match import Match
 from statecache.moves import Moves
-from statecache.policy import Policy, better_kind
+from statecache.placing import Placing
+from statecache.policy import Policy
 from statecache.recover import Known, Progress, Users, recover
 from statecache.residency import DEVICE, Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
 from statecache.tiers.base import Tier
-from statecache.types import BLOCK_TOKENS, Boundary, Layout, Payload, TierName
+from statecache.types import Boundary, Layout, Payload, TierName
 
 log = logging.getLogger(__name__)
 PREFETCH_SHARE = 4
@@ -80,8 +80,19 @@ class StateCache:
         self._staging = Staging(self._kept)
         self._copies = Copies(self._kept, self._staging)
         self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
-        self._moves: Moves | None = None
-        self._collisions = 0
+        self._placing = Placing(
+            namespace,
+            index,
+            self._kept,
+            self._staging,
+            self._copies,
+            self._lookup,
+            clock,
+            hash128,
+            self._lock,
+            write_behind=write_behind,
+            waiting=lambda: self.on_waiting(),
+        )
         self.on_waiting: Callable[[], None] = lambda: None
         """Told, under the lock, when something waits for copy_one(), or should be noted soon, that nobody else knows of."""
 
@@ -101,16 +112,7 @@ class StateCache:
 
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int:
         """First token, block aligned and ≤ position, whose KV rows a put() at `position` must bring along."""
-        ids = token_bytes(tokens)[: 4 * position]
-        with self._lock:
-            try:
-                path, shelf = self._path(salt, ids, self._index.walk(salt, ids)), self._kept.target(position)
-                if self._passes_memory(position):
-                    return self._staging.missing_from(path)
-                _, blocks = shelf.stored_blocks(path, self._kept.known_block(shelf, path))
-            except Collision:
-                return 0
-        return blocks * BLOCK_TOKENS
+        return self._placing.kv_missing_from(tokens, salt, position)
 
     # ── put ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -122,46 +124,7 @@ class StateCache:
         (checkpoint_id None) when the tier has no room even after eviction, a write fails, or the rows begin too late because
         blocks were evicted in between. Raises PayloadMismatch when components do not fit.
         """
-        position = boundary.position
-        ids = token_bytes(tokens)
-        if not 1 <= position <= len(ids) // 4:
-            raise PayloadMismatch(f"checkpoint at {position} of a context of {len(ids) // 4} tokens")
-        validate(payload, position, self.layout)
-        ids = ids[: 4 * position]
-        with self._lock:
-            walk = self._index.walk(salt, ids)
-            path = self._path(salt, ids, walk)
-            mark = walk.at(position)
-            checkpoint_id = self._id(path) if mark is None else mark
-            if mark is None and self._index.knows(checkpoint_id):
-                self._collisions += 1
-                return PutResult(None, 0, False, "the checkpoint's id names another path")
-            record = self._kept.records.get(checkpoint_id)
-            if self._passes_memory(position):
-                return self._stage(checkpoint_id, record, path, boundary, payload, session)
-            shelf = self._kept.target(position)
-            there = self._kept.shelf_of(record) if record is not None else None
-            if record is not None and there is not None and self._kept.is_as_fast(there, shelf):
-                return self._refresh(record, there, path, boundary, payload, session)
-            known = record is not None
-            if record is None:
-                record = self._record(checkpoint_id, path, boundary)
-            record.in_use += 1  # one that lies on a lower tier must not leave it while room is made above
-            try:
-                written = self._kept.write(shelf, record, path, payload)
-            except TierError as error:
-                shelf.refused += 1
-                self._collisions += isinstance(error, Collision)
-                log.info("checkpoint refused position=%d tier=%s reason=%s", position, shelf.tier.name, error)
-                return PutResult(None, 0, False, str(error))
-            finally:
-                record.in_use -= 1
-            self._kept.commit(record, path)
-            record.fresh = record.fresh or not known
-            record.kind = better_kind(record.kind, boundary.kind)
-            record.used_at = self._clock()
-            self._kept.join(record, session)
-            return PutResult(checkpoint_id, written, known, tier=shelf.tier.name)
+        return self._placing.put(tokens, salt, boundary, payload, session=session)
 
     # ── on the device ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,7 +132,7 @@ class StateCache:
         """Let checkpoints stay in an engine's pools; once, before the first admit(). Its thread calls all of this section."""
         with self._lock:
             self._kept.device = Device(pools)
-            self._moves = Moves(self, self._kept, self._kept.device, lambda checkpoint_id: self._wanted_below([checkpoint_id]))
+            self._placing.moves = Moves(self, self._kept, self._kept.device, lambda name: self._wanted_below([name]))
 
     def admit(
         self,
@@ -187,37 +150,7 @@ class StateCache:
         The hold is the cache's once this returns, also when it was not kept. logits: they are held too.
         stays False: copied to the next tier and released at once.
         """
-        position = boundary.position
-        ids = token_bytes(tokens)[: 4 * position]
-        if self._kept.device is None or self._moves is None:
-            raise RuntimeError("admit() before attach()")
-        with self._lock:
-            walk = self._index.walk(salt, ids)
-            path, mark = self._path(salt, ids, walk), walk.at(position)
-            checkpoint_id = self._id(path) if mark is None else mark
-            if mark is None and self._index.knows(checkpoint_id):
-                self._collisions += 1
-                self._kept.device.pools.release(hold)
-                return PutResult(None, 0, False, "the checkpoint's id names another path")
-            marks = walk.marks(position)
-            known_tokens = next((p for p, known in marks if known in self._kept.records and known != checkpoint_id), 0)
-            record = self._kept.records.get(checkpoint_id)
-            existed = record is not None
-            if record is None:
-                staged = self._staging.items.get(checkpoint_id)
-                record = self._record(checkpoint_id, path, boundary) if staged is None else staged.record
-                if mark is None:
-                    self._index.add(salt, ids, path.keys, checkpoint_id)
-            self._kept.device.add(record, hold, logits=logits)
-            self._kept.commit(record, path)
-            record.kind = better_kind(record.kind, boundary.kind)
-            record.used_at = self._clock()
-            record.fresh = record.fresh or not existed
-            self._kept.join(record, session)
-            if stays:
-                return PutResult(checkpoint_id, 0, existed, tier=DEVICE, known_tokens=known_tokens)
-            result = self._moves.out(record)
-            return replace(result, existed=existed, known_tokens=known_tokens)
+        return self._placing.admit(tokens, salt, boundary, hold, logits=logits, session=session, stays=stays)
 
     def move(self, limit: int, *, short: bool) -> bool:
         """Copy a piece, of about `limit` bytes, of what should leave the device or be elsewhere too. False: nothing to do.
@@ -225,7 +158,8 @@ class StateCache:
         short: the pools should have more room, so that the next turn need not wait for it.
         """
         with self._lock:
-            return self._moves is not None and self._moves.work(limit, short)
+            moves = self._placing.moves
+            return moves is not None and moves.work(limit, short)
 
     def make_device_room(self, nbytes: int) -> int:
         """Release states worth about `nbytes` in the engine's pools, at least one; how many, 0 if there is none to release.
@@ -233,7 +167,8 @@ class StateCache:
         Running turns come first: what no other tier has is copied if that is worth it, and goes even if it cannot be.
         """
         with self._lock:
-            return 0 if self._moves is None else self._moves.make_room(nbytes)
+            moves = self._placing.moves
+            return 0 if moves is None else moves.make_room(nbytes)
 
     # ── before a turn comes ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -260,19 +195,7 @@ class StateCache:
 
     def put_prefetched(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload) -> bool:
         """put() of what a lower tier has. False: it is gone there by now, or memory has no room."""
-        with self._lock:
-            with self.peek(tokens[: boundary.position], salt) as match:
-                record = match.record
-            if record is None or record.position != boundary.position or self._kept.shelf_of(record) is self._kept.shelves[0]:
-                return False
-            used_at = record.used_at
-            self.put(tokens, salt, boundary, payload)
-            record.used_at = used_at
-            if self._kept.shelf_of(record) is not self._kept.shelves[0]:
-                return False
-            record.prefetched = True
-            self._kept.prefetched += 1
-            return True
+        return self._placing.put_prefetched(tokens, salt, boundary, payload)
 
     # ── lists, pins ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -325,7 +248,7 @@ class StateCache:
     def stats(self) -> CacheStats:
         with self._lock:
             tiers: dict[TierName, TierStats] = {shelf.tier.name: shelf.stats() for shelf in self._kept.shelves}
-            device, moves = self._kept.device, self._moves
+            device, moves = self._kept.device, self._placing.moves
             if device is not None:
                 tiers = {DEVICE: device.stats(), **tiers}
             return CacheStats(
@@ -335,7 +258,7 @@ class StateCache:
                 self._lookup.misses,
                 self._lookup.matched_tokens,
                 self._lookup.asked_tokens,
-                self._collisions,
+                self._placing.collisions,
                 self._index.tokens,
                 len(self._index),
                 len(self._kept.waiting),
@@ -380,7 +303,7 @@ class StateCache:
             if self._kept.records:
                 raise RuntimeError("recover() after checkpoints were put")
             for shelf in self._kept.shelves:
-                arguments = (shelf, self._kept, self.namespace, self._id, self._hash128, self._clock())
+                arguments = (shelf, self._kept, self.namespace, self._placing.id_of, self._hash128, self._clock())
                 recover(*arguments, known=known, users=users, progress=progress)
             return len(self._kept.records)
 
@@ -403,15 +326,15 @@ class StateCache:
         """
         ids = list(checkpoint_ids)
         with self._lock:
-            if self._moves is not None and len(self._kept.shelves) > 1:
-                self._moves.want(ids)
+            if self._placing.moves is not None and len(self._kept.shelves) > 1:
+                self._placing.moves.want(ids)
             self._copies.want(ids)
 
     def want_all(self) -> None:
         """Everything that only the first tier or the device has, newest first."""
         with self._lock:
-            if self._moves is not None and len(self._kept.shelves) > 1:
-                self._moves.want_all()
+            if self._placing.moves is not None and len(self._kept.shelves) > 1:
+                self._placing.moves.want_all()
             self._copies.want_all()
 
     def _wanted_below(self, checkpoint_ids: list[str]) -> None:
@@ -460,66 +383,3 @@ class StateCache:
                 break
             written += count
         return written
-
-    # ── placing, inside ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def _path(self, salt: bytes, ids: bytes, walk: Walk) -> Path:
-        known = walk.keys()
-        chain = KeyChain(self.namespace, salt, known=known, hash128=self._hash128)
-        chain.extend(ids[len(known) // KEY_BYTES * 4 * BLOCK_TOKENS :])
-        return Path(self.namespace, salt, ids, chain.joined)
-
-    def _id(self, path: Path) -> str:
-        """The same in every process: digest of the last full block's key, the position and the ids behind that block."""
-        before = path.key(path.blocks - 1) or path.namespace + path.salt
-        return self._hash128(before + path.position.to_bytes(8, "little") + path.tail_ids).hex()
-
-    def _record(self, checkpoint_id: str, path: Path, boundary: Boundary) -> Record:
-        position, kind, item = path.position, boundary.kind, boundary.item
-        return Record(checkpoint_id, path.namespace, path.salt, position, kind, item, path.tail_ids, self._clock())
-
-    def _passes_memory(self, position: int) -> bool:
-        return self._write_behind and self._staging.passes(position)
-
-    def _stage(
-        self, checkpoint_id: str, record: Record | None, path: Path, boundary: Boundary, payload: Payload, session: str
-    ) -> PutResult:
-        """Put of what is too large for the memory tier: the writer will bring it to the one below."""
-        name = self._kept.shelves[1].tier.name
-        staged = self._staging.items.get(checkpoint_id)
-        if record is not None and self._kept.shelf_of(record) is not None:
-            record.kind = better_kind(record.kind, boundary.kind)
-            record.used_at = self._clock()
-            self._kept.join(record, session)
-            self._copies.want([checkpoint_id])
-            return PutResult(checkpoint_id, 0, True, tier=name)
-        if staged is not None:
-            self._staging.again(staged, boundary.kind, session)
-            return PutResult(checkpoint_id, 0, True, tier=name)
-        try:
-            written = self._staging.put(record or self._record(checkpoint_id, path, boundary), path, payload, session)
-        except TierError as error:
-            self._kept.shelves[0].refused += 1
-            log.info("checkpoint refused position=%d tier=%s reason=%s", path.position, name, error)
-            return PutResult(None, 0, False, str(error))
-        self.on_waiting()
-        return PutResult(checkpoint_id, written, False, tier=name)
-
-    def _refresh(
-        self, record: Record, shelf: Shelf, path: Path, boundary: Boundary, payload: Payload, session: str
-    ) -> PutResult:
-        """Put of what is there already: at most its logits are new."""
-        written = 0
-        record.kind = better_kind(record.kind, boundary.kind)
-        record.used_at = self._clock()
-        self._kept.join(record, session)
-        if payload.logits is not None and shelf.holdings[record.id].logits_key is None:
-            record.in_use += 1
-            try:
-                self._kept.make_room(shelf, shelf.logits_cost(record, path, payload.logits))
-                written = shelf.write_logits(record, path, payload.logits)
-            except TierError as error:
-                log.info("logits not kept position=%d tier=%s reason=%s", record.position, shelf.tier.name, error)
-            finally:
-                record.in_use -= 1
-        return PutResult(record.id, written, True, tier=shelf.tier.name)

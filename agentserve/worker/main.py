@@ -40,10 +40,11 @@ from agentserve.worker.messages import (
     TurnFailed,
     Unexpect,
 )
+from agentserve.worker.naming import namespace_of
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.settings import WorkerSettings
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.prefetch import Prefetcher

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from agentserve.worker import cache_lists
 from agentserve.worker.flights import Flight, join
 from agentserve.worker.messages import CheckpointRow, Saved
 from agentserve.worker.pools import EnginePools, is_short
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import EngineError
-from engine.types import CutReached, HoldId, KvRun, ModelInfo, StateLayout, StateSnapshot
-from statecache import keys
-from statecache import types as cache_types
+from engine.types import CutReached, HoldId, KvRun, StateSnapshot
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
 from statecache.checkpoint import PutResult
 from statecache.experience import Experience
@@ -327,34 +326,13 @@ class StateBridge:
 
     def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
         with self._cache_may_fail("list"):
-            return tuple(
-                CheckpointRow(
-                    id=info.id,
-                    position=info.position,
-                    kind=info.kind,
-                    tier=info.tier,
-                    bytes=info.nbytes,
-                    hits=info.hits,
-                    age_s=info.age_s,
-                    tiers=info.tiers,
-                    pinned=info.pinned,
-                )
-                for info in self._cache.checkpoints(session)
-            )
+            return cache_lists.checkpoint_rows(self._cache, session)
         return ()
 
     def pin(self, session: str, checkpoint: str, pinned: bool) -> bool:
         """Pin or release one of a session's checkpoints; "" is the deepest, or every one to release. False: none such."""
         with self._cache_may_fail("pin"):
-            ids = [info.id for info in self._cache.checkpoints(session)]
-            if checkpoint:
-                chosen = [checkpoint] if checkpoint in ids else []
-            else:
-                chosen = ids[-1:] if pinned else ids
-            for checkpoint_id in chosen:
-                change = self._cache.pin if pinned else self._cache.unpin
-                change(checkpoint_id, session)
-            return bool(chosen) or not (checkpoint or pinned)
+            return cache_lists.pin(self._cache, session, checkpoint, pinned)
         return False
 
     def forget(self, session: str) -> None:
@@ -363,34 +341,16 @@ class StateBridge:
 
     def figures(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
         """(bytes by tier, checkpoints by tier, counters) for a load report."""
-        counters: dict[str, float] = {
+        own: dict[str, float] = {
             "pins": self._pins,
             "cache_errors": self.cache_errors,
             "release_errors": self.release_errors,
             "restores_not_worth": self.not_worth,
         }
         with self._cache_may_fail("stats"):
-            stats = self._cache.stats()
-            counters |= {"cache_matches": stats.matches, "cache_misses": stats.misses}
-            counters |= {"write_back_waiting": stats.waiting + stats.to_leave, "write_back_dropped": stats.dropped}
-            counters |= {
-                "prefetched": stats.prefetched,
-                "prefetch_used": stats.prefetch_used,
-                "prefetch_wasted": stats.prefetch_wasted,
-            }
-            counters |= {"device_copied_bytes": stats.left_bytes, "device_dropped": stats.left_uncopied}
-            for name, tier in stats.tiers.items():
-                counters |= {
-                    f"{name}_evictions": tier.evictions,
-                    f"{name}_hits": tier.hits,
-                    f"{name}_written_bytes": tier.written_bytes,
-                    f"{name}_refused": tier.refused,
-                    f"{name}_quarantined": tier.quarantined,
-                }
-            sizes = {str(name): tier.used_bytes for name, tier in stats.tiers.items()}
-            counts = {str(name): tier.checkpoints for name, tier in stats.tiers.items()}
-            return sizes, counts, counters
-        return {}, {}, counters
+            sizes, counts, counters = cache_lists.figures(self._cache)
+            return sizes, counts, own | counters
+        return {}, {}, own
 
     @contextmanager
     def _cache_may_fail(self, what: str) -> Iterator[None]:
@@ -400,22 +360,6 @@ class StateBridge:
         except Exception:
             self.cache_errors += 1
             log.warning("state cache failed in=%s", what, exc_info=True)
-
-
-def namespace_of(info: ModelInfo, layout: StateLayout) -> tuple[bytes, cache_types.Layout]:
-    """What the states of this engine are filed under, and their sizes. Two engines share states only if both are equal."""
-    cache_layout = cache_types.Layout(layout.kv_token_bytes, tuple((c.name, c.nbytes) for c in layout.state), layout.vocab_size)
-    numerics = dict(info.numerics)
-    namespace = keys.namespace(
-        weights_digest=info.weights_digest,
-        layout=cache_layout,
-        geometry={"model_type": info.model_type, "layers": info.layers, "parameters": info.parameters},
-        kv_dtype=info.dtype,
-        state_dtype=",".join(sorted({c.dtype for c in layout.state})),
-        rope={name: value for name, value in numerics.items() if name.startswith("rope")},
-        numerics={**numerics, "backend": info.backend},
-    )
-    return namespace, cache_layout
 
 
 def _thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from agentserve.worker.forecast import Forecast, due_us, share
+from agentserve.worker.forecast import Forecast
 from agentserve.worker.grammars import COMPILE_S, GrammarMask, GrammarRefused, Grammars
 from agentserve.worker.measure import Measure
 from agentserve.worker.messages import (
@@ -28,6 +28,7 @@ from agentserve.worker.messages import (
     TurnFailed,
 )
 from agentserve.worker.ports import EnginePort
+from agentserve.worker.requests import engine_request, load_report, refusal_of
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import ContextTooLong, EngineError, InvalidRequest
@@ -37,8 +38,6 @@ from engine.types import (
     Finished,
     HoldId,
     PrefillProgress,
-    Request,
-    SamplingParams,
     StateSnapshot,
     TokenEvent,
 )
@@ -100,7 +99,8 @@ class TurnLoop:
     def start(self, start: StartTurn) -> None:
         """Begin a turn. Whatever goes wrong with it is told by TurnFailed."""
         ids = np.frombuffer(start.ids, "<u4")
-        refusal = self._refusal(start, ids)
+        running = start.turn_id in self._turns
+        refusal = refusal_of(start, ids, self._engine.info, running=running)
         if refusal is not None:
             self._send(refusal)
             return
@@ -239,48 +239,10 @@ class TurnLoop:
         """The report of this moment."""
         stats = self._engine.stats()
         self._measure.look(stats)
-        rates = self._measure.rates
-        cache_bytes, cache_checkpoints, counters = self._bridge.figures()
-        counters |= {
-            "turns": len(self._turns),
-            "holds": stats.held - cache_checkpoints.get("device", 0),  # 0 but for a moment: each belongs to a checkpoint
-            "prefill_tokens": stats.prefill_tokens,
-            "decode_tokens": stats.decode_tokens,
-            "slot_hits": stats.slot_hits,
-            "slot_misses": stats.slot_misses,
-            "preemptions": stats.preemptions,
-            "pauses": stats.pauses,
-            "forecast_error_permille": self.forecast.error_permille,
-        }
-        return Load(
-            running=stats.running,
-            waiting=stats.waiting,
-            waiting_prefill_tokens=stats.waiting_prefill_tokens,
-            prefill_tokens_per_s=float(rates.prefill_tokens_per_s),
-            decode_tokens_per_s=1e6 / rates.decode_step_us,
-            restore_bytes_per_s=float(rates.restore_bytes_per_s),
-            free_pages=stats.free_pages,
-            total_pages=stats.total_pages,
-            cache_bytes=cache_bytes,
-            cache_checkpoints=cache_checkpoints,
-            counters=counters,
-        )
+        own = {"turns": len(self._turns), "forecast_error_permille": self.forecast.error_permille}
+        return load_report(stats, self._measure.rates, self._bridge.figures(), own)
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _refusal(self, start: StartTurn, ids: np.ndarray) -> TurnFailed | None:
-        info = self._engine.info
-        if start.turn_id in self._turns:
-            return TurnFailed(start.turn_id, "invalid_value", "a turn with this id is running", "turn_id")
-        if len(ids) == 0:
-            return TurnFailed(start.turn_id, "invalid_value", "the prompt has no tokens, at least 1 is needed", "input")
-        if len(ids) + 1 > info.max_context:
-            message = f"the prompt has {len(ids)} tokens; this model serves at most {info.max_context} with the answer"
-            return TurnFailed(start.turn_id, "context_length_exceeded", message, "input")
-        if int(ids.max()) >= info.vocab_size:
-            message = f"token id {int(ids.max())} is outside the vocabulary of {info.vocab_size}"
-            return TurnFailed(start.turn_id, "invalid_value", message, "input")
-        return None
 
     def _begin(self, turn: TurnRecord) -> None:
         if turn.start.sampling.stop and self._token_bytes is not None:
@@ -314,37 +276,8 @@ class TurnLoop:
 
     def _submit(self, turn: TurnRecord, restore: StateSnapshot | HoldId | None, position: int) -> None:
         """restore: state of the first `position` tokens."""
-        after = 0 if restore is None else position
-        self._engine.submit(
-            Request(
-                id=turn.id,
-                token_ids=turn.ids.astype(np.int32),
-                sampling=self._sampling(turn.start),
-                restore=restore,
-                cuts=self._bridge.plan_cuts(turn, after),
-                mask=turn.mask,
-                due_us=due_us(turn),
-                priority=turn.start.priority,
-                share=share(turn),
-            )
-        )
-
-    def _sampling(self, start: StartTurn) -> SamplingParams:
-        wire = start.sampling
-        return SamplingParams(
-            max_tokens=wire.max_tokens if start.generate else 0,
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            min_p=wire.min_p,
-            seed=wire.seed,
-            repetition_penalty=wire.repetition_penalty,
-            presence_penalty=wire.presence_penalty,
-            frequency_penalty=wire.frequency_penalty,
-            logprobs=wire.logprobs,
-            stop_token_ids=tuple(sorted({*self._engine.info.eos_token_ids, *start.markers.turn_end})),
-            stop=wire.stop,
-        )
+        cuts = self._bridge.plan_cuts(turn, 0 if restore is None else position)
+        self._engine.submit(engine_request(turn, self._engine.info, restore, cuts))
 
     def _matched(self, turn: TurnRecord, found: Found) -> Matched:
         return Matched(

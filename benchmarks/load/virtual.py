@@ -17,7 +17,8 @@ import numpy as np
 from agentserve.deadlines import DeadlineStatus, DeadlineTracker
 from agentserve.worker.forecast import Forecast
 from agentserve.worker.messages import FromWorker, Matched, Progress, Sampling, StartTurn, Tokens, TurnFailed, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.load.machines import Machine
 from benchmarks.load.policies import at

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from agentserve.worker.messages import FromWorker, Matched, Sampling, StartTurn, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.traces.compose import Prompt
 from benchmarks.traces.data import interleave

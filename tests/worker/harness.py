@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from statecache.durable import open_states
 from statecache.store import StateCache

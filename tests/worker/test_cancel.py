@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from engine.scheduler.pace import chunk_sizes
 from statecache.durable import open_states

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, StartTurn, Tokens, TurnFailed, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from engine.types import CutReached, HoldId
 from statecache.index.radix import RadixIndex

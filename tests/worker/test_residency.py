@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, StartTurn, Tokens, TurnFinished
-from agentserve.worker.state_bridge import StateBridge, namespace_of
+from agentserve.worker.naming import namespace_of
+from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from engine.config import EngineConfig
 from engine.engine import Engine
