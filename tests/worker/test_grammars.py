@@ -106,14 +106,20 @@ def test_others_run_while_a_grammar_compiles_and_then_its_turn_begins(held: tupl
     h.assert_nothing_is_held()
 
 
-def test_a_turn_is_cancelled_while_its_grammar_compiles(held: tuple[Harness, Held]) -> None:
+@pytest.mark.parametrize("begun", [True, False], ids=["compiling", "waiting to be compiled"])
+def test_a_turn_is_cancelled_while_its_grammar_compiles(held: tuple[Harness, Held], begun: bool) -> None:
     h, grammars = held
     turn = h.turn(PROMPT, grammar="g")
+    future = grammars.futures[0]
+    if begun:
+        future.set_running_or_notify_cancel()
     h.loop.cancel(turn)
     end = h.end(turn)
     assert isinstance(end, TurnFinished)
     assert end.reason == "cancelled"
-    grammars.futures[0].set_result(None)
+    assert future.cancelled() is not begun
+    if begun:
+        future.set_result(None)
     h.loop.poll()
     h.run()
     h.assert_nothing_is_held()
