@@ -4,7 +4,7 @@
 #   make demo        a real agent session with tool calls on the embedded model, CPU only
 #   make test        the test suite that fits in ten minutes on two cores
 #   make test-full   also what needs longer: client programs, kill matrices, sweeps
-#   make soak        fuzz and load for SOAK_MINUTES (default 10)
+#   make soak        fuzz and load for SOAK_MINUTES (default 30)
 #   make check       ruff, pyright, import contracts
 #   make fmt         format and sort imports
 #   make bench       every benchmark; appends JSON lines to benchmarks/results/
@@ -18,7 +18,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-SOAK_MINUTES ?= 10
+SOAK_MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -18,7 +18,7 @@ from benchmarks.load.recorded import Turn
 from benchmarks.traces.data import MAGAGENT, MINISWE, records
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
-CHARACTERS_PER_TOKEN = 2.4
+CHARACTERS_PER_TOKEN = 1.88
 """Of the demo model's tokenizer on this text; what a turn really had is in its usage."""
 
 

@@ -40,8 +40,9 @@ def test_frames_of_any_size_arrive_whole_however_the_bytes_are_cut(sizes, cut) -
         socket = Socket(lambda payload: got.append(bytes(payload)))
         socket._open.set_result(None)
         data = b"".join(frame(1, bytes([i + 1]) * size) for i, size in enumerate(sizes))
-        for at in range(0, len(data), max(cut, len(data) // 2000)):
-            socket.data_received(data[at : at + cut])
+        piece = max(cut, len(data) // 2000)
+        for at in range(0, len(data), piece):
+            socket.data_received(data[at : at + piece])
         return got
 
     assert asyncio.run(run()) == [bytes([i + 1]) * size for i, size in enumerate(sizes)]
