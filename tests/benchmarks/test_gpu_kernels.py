@@ -1,0 +1,40 @@
+"""The kernels' benchmark: every case runs, at tiny shapes under the interpreter where there is no GPU, and leaves no NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+from benchmarks.gpu.kernel_cases import TINY, Case, cases
+from benchmarks.gpu.kernels import floor_us, main, table
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the benchmark itself is the test")
+def test_every_case_runs_at_tiny_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    ran = capsys.readouterr().out.splitlines()
+    names = [case.name for case in cases(TINY, "meta", torch.bfloat16)]
+    assert ran == [f"{name}: ran" for name in names]
+    assert len(set(names)) == len(names) > 40
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the benchmark itself is the test")
+def test_names_pick_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["route t", "gather t1"])
+    assert capsys.readouterr().out.split("\n")[:-1] == ["route t1: ran", "gather t1: ran", "route t4: ran"]
+
+
+def test_the_floor_is_the_slower_of_bytes_and_arithmetic() -> None:
+    nothing = lambda: None  # noqa: E731
+    assert math.isclose(floor_us(Case("a", nothing, 4_000_000, 0), 4000, 500), 1.0)
+    assert math.isclose(floor_us(Case("b", nothing, 4_000_000, 10**12), 4000, 500), 2000.0)
+
+
+def test_the_table_shows_figures_and_failures() -> None:
+    rows = [{"case": "a", "us": 2.0, "floor_us": 1.0, "over_us": 1.0, "of_floor": 2.0}, {"case": "b", "failed": "no room"}]
+    lines = table(rows).splitlines()
+    assert lines[1].split() == ["a", "2.0", "1.0", "1.0", "2.0"]
+    assert lines[2].split() == ["b", "failed:", "no", "room"]
