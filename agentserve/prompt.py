@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import Future
+from dataclasses import replace
 
 from agentserve.constraints.output import OutputRule
 from agentserve.constraints.rules import enforces
 from agentserve.context import Context, LocalResponses, resolve
+from agentserve.errors import TurnFailure
 from agentserve.fields import fields_named
-from agentserve.interfaces import RenderRequest
+from agentserve.interfaces import Rendered, RenderRequest
 from agentserve.request import TurnRequest
 from agentserve.services import Services
+from agentserve.truncation import exchanges, fewest_dropped, without_oldest
 
 MOST_CONTEXT = 4 << 20
 """Tokens that are rendered at most while no worker has said how many its model takes."""
@@ -46,9 +50,36 @@ def render_request(request: TurnRequest, context: Context, services: Services, r
     )
 
 
+async def render(
+    request: TurnRequest, context: Context, services: Services, rule: OutputRule | None = None
+) -> tuple[RenderRequest, Rendered]:
+    """The context in tokens, and what was rendered: with `truncation: "auto"` as much of it as fits. Raises TurnFailure."""
+    loop, hello = asyncio.get_running_loop(), services.worker.hello
+    whole = render_request(request, context, services, rule)
+
+    def run(wanted: RenderRequest) -> Future[Rendered]:
+        return loop.run_in_executor(services.threads, services.text.render, wanted)
+
+    if request.create.truncation != "auto" or hello is None:
+        return whole, await run(whole)
+    answer = min(request.create.max_output_tokens or services.config.turn.max_output_tokens, hello.max_context // 4)
+    starts = exchanges(whole.items)
+
+    async def fits(dropped: int) -> tuple[RenderRequest, Rendered] | None:
+        wanted = replace(whole, items=without_oldest(whole.items, starts, dropped))
+        try:
+            rendered = await run(wanted)
+        except TurnFailure as failure:
+            if failure.code != "context_length_exceeded":
+                raise
+            return None
+        return (wanted, rendered) if len(rendered.ids) + answer <= hello.max_context else None
+
+    found = await fits(0) or await fewest_dropped(len(starts), fits)
+    return found or (whole, await run(whole))
+
+
 async def count_tokens(request: TurnRequest, services: Services) -> int:
     """Tokens of the context that a turn of this request would have. Raises ApiError, TurnFailure."""
-    context = await resolve(request, services, LocalResponses())
-    loop = asyncio.get_running_loop()
-    rendered = await loop.run_in_executor(services.threads, services.text.render, render_request(request, context, services))
+    _, rendered = await render(request, await resolve(request, services, LocalResponses()), services)
     return len(rendered.ids)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from agentserve.config import Config
-from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
+from agentserve.errors import InvalidValue, ModelNotFound
 from agentserve.events import new_id
 from agentserve.fields import fields_named
 from agentserve.interfaces import Principal
@@ -144,6 +144,7 @@ class TurnRequest:
             tools=self.tools_echo,
             top_logprobs=c.top_logprobs or 0,
             top_p=config.turn.top_p if c.top_p is None else c.top_p,
+            truncation=c.truncation or "disabled",
             user=c.user,
         )
 
@@ -216,8 +217,8 @@ def _refuse_unsupported(create: ResponseCreate) -> None:
         raise InvalidValue("a turn of a conversation is kept in it; accepted: store true", "store")
     if create.background and create.store is False:
         raise InvalidValue("a background response is looked up later, so it must be stored; accepted: store true", "background")
-    if create.truncation not in (None, "disabled"):
-        raise UnsupportedValue(f"'{create.truncation[:64]}' is not supported; accepted: disabled", "truncation")
+    if create.truncation not in (None, "disabled", "auto"):
+        raise InvalidValue(f"got '{create.truncation[:64]}'; accepted: disabled, auto", "truncation")
 
 
 def _check_stop(stop: str | list[str] | None) -> None:

@@ -24,7 +24,7 @@ from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
 from agentserve.idempotency import known_answer
 from agentserve.interfaces import Rendered, RenderRequest, StoredResponse
-from agentserve.prompt import output_rule, render_request
+from agentserve.prompt import output_rule, render
 from agentserve.protocol.responses import ResponseBody, encode_body, usage
 from agentserve.protocol.server_events import Event
 from agentserve.replay import encode_cuts, history, send, stored_history, whole_history
@@ -210,9 +210,8 @@ class Turn:
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def render(self) -> Rendered:
-        self._render_request = render_request(self.request, self.context, self.services, self.rule)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.services.threads, self.services.text.render, self._render_request)
+        self._render_request, rendered = await render(self.request, self.context, self.services, self.rule)
+        return rendered
 
     async def generate(self, rendered: Rendered) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
@@ -311,7 +310,8 @@ class Turn:
             self.services.endings.add(self.request.principal.id, self.events.body, self.events.cuts)
 
     def _row(self, body: ResponseBody, rendered: Rendered, generated: np.ndarray) -> StoredResponse:
-        request, parent = self.request, self.context.parent
+        request, parent, render_request = self.request, self.context.parent, self._render_request
+        assert render_request is not None
         return StoredResponse(
             id=request.id,
             principal=request.principal.id,
@@ -331,7 +331,7 @@ class Turn:
             idempotency_key=request.idempotency_key,
             request_digest=request.digest if request.idempotency_key is not None else None,
             context_items=len(self.context.items),
-            own_tokens=first_words(self.context.items, rendered),
+            own_tokens=first_words(render_request.items, rendered),
             follows=self.context.follows,
             conversation=request.conversation,
             in_conversation=self.context.conversation,

@@ -128,7 +128,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
         "tools.f.parameters.properties.a",
     ),
     ({"input": "x", "background": True, "store": False}, "invalid_value", "background"),
-    ({"input": "x", "truncation": "auto"}, "unsupported_value", "truncation"),
+    ({"input": "x", "truncation": "some"}, "invalid_value", "truncation"),
     ({"input": "x", "conversation": "conv_1", "previous_response_id": "r"}, "invalid_value", "previous_response_id"),
     ({"input": "x", "conversation": {"id": "conv_1"}, "store": False}, "invalid_value", "store"),
     ({"input": "x", "conversation": 5}, "invalid_value", "conversation"),
