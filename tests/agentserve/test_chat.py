@@ -228,7 +228,8 @@ def test_a_conversation_is_one_session_and_its_answers_can_be_read(server: FakeS
     assert client.get(f"/v1/responses/{ids[0]}").json()["output"][0]["content"][0]["text"] == "Hello there"
     client.post(PATH, json=HI, headers={"session-id": "other"})
     client.post(PATH, json={**HI, "store": False}, headers={"session-id": "third"})
-    assert len(client.get("/v1/sessions").json()["data"]) == 2
+    listed = {one["id"]: one["stored"] for one in client.get("/v1/sessions").json()["data"]}
+    assert (len(listed), sorted(listed.values())) == (3, [False, True, True])
 
 
 def test_the_guard_is_the_same(server: FakeServer, client: httpx.Client) -> None:
