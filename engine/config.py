@@ -72,6 +72,9 @@ class EngineConfig:
     pin_bytes: most host memory that is pinned for the experts; None = all of them, as far as the system allows.
     pass_tokens: prompt tokens that go through the layers together; takes the place of chunk_tokens and step_tokens there. None
     = 16384 or what a sixteenth of the device's memory holds.
+    expert_mode: how decode misses are divided; "auto" = hybrid, fetch or cpu by what is seen to be fastest.
+    rates: file of measured rates; without an entry for this machine they are measured at the start, for a second or two, and
+    kept there. None = assumed rates.
     kernels: "triton", or "plain" torch; None = triton on a device. host_device: compute on host memory in the device's place
     (tests); host_seed: of the order in which its two lanes run.
     """
@@ -98,6 +101,8 @@ class EngineConfig:
     vram_bytes: int | None = None
     pin_bytes: int | None = None
     pass_tokens: int | None = None
+    expert_mode: Literal["auto", "hybrid", "fetch", "cpu"] = "auto"
+    rates: Path | None = None
     kernels: Literal["triton", "plain"] | None = None
     host_device: bool = False
     host_seed: int | None = None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentserve.cli import cache, chat, demo, doctor, launch, migrate, serve
+from agentserve.cli import cache, calibrate, chat, demo, doctor, launch, migrate, serve
 
 app = typer.Typer(
     name="agentserve",
@@ -43,6 +43,7 @@ app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("chat")(chat.chat)
 app.command("launch")(launch.launch)
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")
 app.command("migrate")(migrate.migrate)

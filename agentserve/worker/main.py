@@ -164,7 +164,7 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     from engine.engine import Engine
     from engine.errors import InvalidRequest
 
-    known = {field.name for field in fields(EngineConfig)} - {"model_dir", "digests"}
+    known = {field.name for field in fields(EngineConfig)} - {"model_dir", "digests", "rates"}
     for name in settings.engine:
         if name not in known:
             raise InvalidRequest(f"engine.{name}", settings.engine[name], ", ".join(sorted(known)))
@@ -180,7 +180,10 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     chosen: dict[str, object] = {"backend": backend}
     if settings.threads:
         chosen["threads"] = settings.threads
-    digests = Path(settings.state_dir) / "weights.json" if settings.state_dir else None
+    state = Path(settings.state_dir) if settings.state_dir else None
+    if state is not None and backend == "cuda":
+        chosen["rates"] = state / "rates.json"
+    digests = None if state is None else state / "weights.json"
     config = EngineConfig(model_dir=Path(settings.model_dir), digests=digests, **{**chosen, **settings.engine})  # pyright: ignore[reportArgumentType]
     return Engine.load(config, progress)
 

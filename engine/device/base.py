@@ -36,6 +36,10 @@ class Moment(Protocol):
         """Return once MAIN has come so far; SIDE may go on."""
         ...
 
+    def reached(self) -> bool:
+        """Whether it has, without waiting."""
+        ...
+
 
 class Device(Protocol):
     """One device and the two streams that this engine uses on it."""

@@ -110,3 +110,6 @@ class CudaMoment:
             self._event.synchronize()
         except RuntimeError as error:
             raise DeviceError(str(error)) from error
+
+    def reached(self) -> bool:
+        return self._event.query()

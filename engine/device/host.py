@@ -118,3 +118,6 @@ class HostMoment:
 
     def wait(self) -> None:
         pass
+
+    def reached(self) -> bool:
+        return True

@@ -101,6 +101,13 @@ class ExpertPool:
         self.split.fix(tuple(table))
         self._tables.clear()
 
+    def use_mode(self, mode: Mode | Literal["auto"], rates: Rates | None = None) -> None:
+        """Divide decode misses in this way from the next step on, with other rates if they are given."""
+        split = self.split
+        chosen = split.rates if rates is None else rates
+        self.split = MissSplit(chosen, self.bank.record.nbytes, self.top_k, split.max_rows, mode)
+        self._tables.clear()
+
     def stepped(self, rows: int, step_ns: int) -> None:
         """A decode step took this long: learn which mode is fastest, and now and then what link and CPU really do."""
         if self._executor is None or not self.split.stepped(rows, step_ns):

@@ -12,18 +12,23 @@ from types import ModuleType
 import torch
 
 from engine import budget
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Machine
 from engine.device.base import Device
-from engine.errors import OutOfDeviceMemory, Unsupported
+from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
+from engine.gpu import calibrate
 from engine.gpu.experts import ExpertPool
 from engine.gpu.model import GpuModel
 from engine.gpu.weights import device_bytes, to_device
 from engine.models.base import ModelSpec
 from engine.models.decoder import Decoder
+from engine.moe import profile
+from engine.moe.cost import ASSUMED, Rates
 from engine.moe.host_bank import HostBank
 from engine.moe.layer import Moe
 
 log = logging.getLogger(__name__)
+QUICK_SECONDS = 0.15
+"""Of each measurement at the start; `agentserve calibrate` takes longer."""
 CHUNK_ROWS = 2048
 """Tokens of a pass that go through one layer's operators together: bounds activations at about 30 kB a token."""
 OPERATIONS = (
@@ -131,7 +136,12 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         if bank is not None:
             record = torch.zeros(sizes.slots, bank.record.nbytes, dtype=torch.uint8, device=device.torch_device)
             per_layer = experts // len(moe_layers(decoder))
-            pool = ExpertPool(device, bank, record, per_layer, spec.top_k, config.max_rows, config.slot_policy)
+            rates = ASSUMED
+            if sizes.slots < experts:
+                tell(0.9, "measuring link and CPU")
+                rates = find_rates(device, ops, bank, config)
+            mode = config.expert_mode
+            pool = ExpertPool(device, bank, record, per_layer, spec.top_k, config.max_rows, config.slot_policy, rates, mode)
             moved = replace(moved, spec=replace(moved.spec, slots=None if pool.resident else pool.slots))
     except torch.OutOfMemoryError as error:
         free = device.memory().free
@@ -148,6 +158,28 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
     )
     lines = _lines(device, memory.free, memory.total, allowed, config, dense, workspace, bank, pool, sizes, tokens, spec)
     return PlacedModel(model, decided, lines)
+
+
+def find_rates(device: Device, ops: ModuleType, bank: HostBank, config: EngineConfig) -> Rates:
+    """From the file of measured rates, or measured now and put there; assumed where neither can be."""
+    if config.rates is None:
+        return ASSUMED
+    threads = int(config.resolve(Machine.here()).threads)
+    name = str(bank.record.dtype).removeprefix("torch.")
+    machine, record = profile.machine_key(device.name, threads), profile.record_key(bank.record.hidden, bank.record.inter, name)
+    known = profile.load(config.rates, machine, record)
+    if known is not None:
+        return known
+    try:
+        rates = calibrate.measure(device, ops, bank, device, QUICK_SECONDS)
+    except DeviceError as error:
+        log.warning("rates could not be measured and are assumed reason=%s", error)
+        return ASSUMED
+    try:
+        profile.save(config.rates, machine, record, rates)
+    except OSError as error:
+        log.warning("measured rates could not be kept file=%s error=%s", config.rates, error)
+    return rates
 
 
 def moe_layers(decoder: Decoder) -> list[Moe]:
@@ -209,8 +241,15 @@ def _lines(
         if pool.resident:
             lines.append(f"experts: all {bank.rows} on the device ({_gb(pool.memory.numel())})")
         else:
+            rates = pool.split.rates
+            known = "assumed" if rates == ASSUMED else "measured"
             pinned = f"{_gb(bank.pinned_rows * bank.record.nbytes)} of {_gb(bank.nbytes)} pinned"
             lines.append(f"experts: {share}; the host holds all of them, {pinned}")
+            lines.append(
+                f"rates, {known}: link {rates.link_mbs / 1000:.1f} GB/s, CPU {rates.cpu_mbs / 1000:.1f} GB/s, together "
+                f"{rates.both_link_mbs / 1000:.1f} + {rates.both_cpu_mbs / 1000:.1f}; of {spec.top_k} misses of a token "
+                f"{pool.split.table('hybrid', 1)[spec.top_k]} are fetched"
+            )
     return tuple(lines)
 
 

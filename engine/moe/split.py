@@ -25,6 +25,7 @@ class MissSplit:
         self, rates: Rates, record_bytes: int, top_k: int, max_rows: int, mode: Mode | Literal["auto"] = "auto"
     ) -> None:
         self.rates = rates
+        self.max_rows = max_rows
         self._record_bytes, self._top_k, self._most = record_bytes, top_k, max_rows * top_k
         self._mode: Mode | Literal["auto"] = mode
         self._fixed: tuple[int, ...] | None = None

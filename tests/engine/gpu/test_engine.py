@@ -142,7 +142,7 @@ def test_what_was_decided_is_said_in_a_line_each(checkpoint, caplog):
     directory, _ = checkpoint
     with caplog.at_level("INFO", logger="engine.runner"), engine_on(directory, slots=5):
         lines = [record.getMessage() for record in caplog.records if record.name == "engine.runner"]
-    assert [line.split(":")[0] for line in lines] == ["device", "weights", "state", "experts"]
+    assert [line.split(":")[0] for line in lines] == ["device", "weights", "state", "experts", "rates, assumed"]
     assert "KV for 2048 tokens" in lines[2]
     assert "5 of " in lines[3]
 

@@ -1,0 +1,110 @@
+"""Calibration measures with the executor and kernels that serve, keeps what it finds, and a model takes it from there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+
+import pytest
+import torch
+
+from engine.device.host import HostDevice
+from engine.errors import DeviceError
+from engine.gpu import calibrate, load
+from engine.kernels import plain
+from engine.moe import profile
+from engine.moe.cost import ASSUMED, Rates
+from engine.moe.host_bank import Record
+from tests.engine.gpu.models import directory, offloaded
+
+RECORD = Record(64, 32, torch.float32)
+
+
+def bank(pinned: bool = True):
+    made = calibrate.synthetic_bank(RECORD, 1 << 20)
+    if pinned:
+        made.pin(HostDevice(), None, lambda fraction, what: None)
+    return made
+
+
+def test_everything_is_measured_on_host_memory():
+    device, told = HostDevice(), []
+    rates = calibrate.measure(device, plain, bank(), device, 0.01, told.append)
+    assert all(getattr(rates, field.name) > 0 for field in fields(Rates) if field.name not in ("copy_ns", "merge_ns"))
+    assert told == ["the link alone", "the device's memory", "the CPU alone", "link and CPU together", "matrix products"]
+
+
+def test_without_a_device_the_cpu_is_measured_and_the_rest_assumed():
+    rates = calibrate.cpu_only(RECORD, HostDevice(), 0.01, 1 << 20)
+    assert rates.link_mbs == ASSUMED.link_mbs
+    assert (rates.cpu_mbs, rates.handoff_ns) != (ASSUMED.cpu_mbs, ASSUMED.handoff_ns)
+
+
+def test_nothing_pinned_is_an_error():
+    with pytest.raises(DeviceError, match="no expert is pinned"):
+        calibrate.measure(HostDevice(), plain, bank(pinned=False), HostDevice(), 0.01)
+
+
+def test_a_request_reads_the_experts_that_it_names():
+    side = calibrate.CpuSide(bank(), HostDevice())
+    try:
+        side.ask(2, 5)
+        side.wait()
+        busy, read = side.done()
+    finally:
+        side.close()
+    assert read in (5 * 3 * 64 * 32 * 4, 5 * RECORD.nbytes)
+    assert busy > 0
+
+
+def test_rates_are_found_again_for_the_same_machine_and_record_alone(tmp_path):
+    path = tmp_path / "state" / "rates.json"
+    profile.save(path, "here", "bf16 1x1", ASSUMED)
+    profile.save(path, "here", "f32 1x1", {"cpu_mbs": 7})
+    profile.save(path, "there", "bf16 1x1", ASSUMED.refitted(1, 1))
+    assert profile.load(path, "here", "bf16 1x1") == ASSUMED
+    assert profile.load(path, "there", "bf16 1x1") == ASSUMED.refitted(1, 1)
+    assert profile.load(path, "here", "f32 1x1") is None, "not all of it was measured"
+    assert profile.load(path, "elsewhere", "bf16 1x1") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99, "machines": {}}', '{"version": 1, "machines": {"here": 3}}'])
+def test_a_broken_file_is_no_file_and_is_written_anew(text, tmp_path, caplog):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert profile.load(path, "here", "bf16 1x1") is None
+    assert "not used" in caplog.text
+    profile.save(path, "here", "bf16 1x1", ASSUMED)
+    assert profile.load(path, "here", "bf16 1x1") == ASSUMED
+
+
+def test_a_model_measures_at_its_first_start_and_reads_at_its_second(tmp_path, tmp_path_factory, monkeypatch, caplog):
+    monkeypatch.setattr(load, "QUICK_SECONDS", 0.01)
+    where, path = directory("qwen3_moe", tmp_path_factory), tmp_path / "rates.json"
+    with caplog.at_level(logging.INFO, logger="engine.runner"), offloaded(where, slots=6, rates=path) as model:
+        assert model.experts is not None
+        first = model.experts.split.rates
+    assert first != ASSUMED
+    assert "rates, measured: link" in caplog.text
+    monkeypatch.setattr(calibrate, "measure", lambda *args: pytest.fail("measured again"))
+    with offloaded(where, slots=6, rates=path) as model:
+        assert model.experts is not None
+        assert model.experts.split.rates == first
+
+
+def test_the_mode_decides_what_is_fetched(tmp_path_factory):
+    with offloaded(directory("qwen3_moe", tmp_path_factory), slots=6, expert_mode="fetch") as model:
+        experts = model.experts
+        assert experts is not None
+        experts.use_table(1)
+        assert experts.table.tolist() == list(range(len(experts.table)))
+        experts.use_mode("cpu")
+        experts.use_table(1)
+        assert not experts.table.any()
+        experts.use_mode("hybrid", ASSUMED)
+        experts.use_table(1)
+        want = experts.split.table("hybrid", 1)
+        assert experts.table.tolist() == [want[min(m, len(want) - 1)] for m in range(len(experts.table))]
+        experts.use_table(1, fetching=False)
+        assert not experts.table.any()

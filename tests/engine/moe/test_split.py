@@ -1,0 +1,51 @@
+"""The division of misses while serving: rates follow what was seen, modes what steps take."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.moe.cost import ASSUMED
+from engine.moe.modes import WINDOW_STEPS
+from engine.moe.split import LEAST_BYTES, REFIT_STEPS, MissSplit
+
+GB = 10**9
+
+
+def split(mode: str = "auto") -> MissSplit:
+    return MissSplit(ASSUMED, 6_000_000, 8, 4, mode)  # type: ignore[arg-type]
+
+
+def test_refits_use_what_happened_since_the_last_one():
+    made = split()
+    assert made.refit(fetch_ns=GB, fetched_bytes=10 * GB, cpu_ns=GB, cpu_bytes=40 * GB)
+    assert made.rates.both_link_mbs == (3 * ASSUMED.both_link_mbs + 10_000) // 4
+    assert made.rates.both_cpu_mbs == (3 * ASSUMED.both_cpu_mbs + 40_000) // 4
+    old = made.rates
+    assert not made.refit(GB + 1, 10 * GB + LEAST_BYTES - 1, GB, 40 * GB)
+    assert made.rates == old, "too little was moved to say anything"
+
+
+def test_a_refit_is_due_now_and_then_and_never_with_a_fixed_table():
+    made = split()
+    assert [made.stepped(1, 1000) for _ in range(REFIT_STEPS)].count(True) == 1
+    made.fix((0,))
+    assert not any(made.stepped(1, 1000) for _ in range(2 * REFIT_STEPS))
+    assert made.table("hybrid", 1) == (0,)
+
+
+def test_batch_sizes_choose_for_themselves():
+    made = split()
+    for _ in range(20 * WINDOW_STEPS):
+        made.stepped(1, {"hybrid": 1000, "fetch": 700, "cpu": 1500}[made.mode(1)])
+        made.stepped(4, {"hybrid": 1000, "fetch": 1500, "cpu": 700}[made.mode(4)])
+    assert made._choices[1].mode == "fetch"
+    assert made._choices[4].mode == "cpu"
+
+
+@pytest.mark.parametrize(("mode", "table"), [("fetch", tuple(range(33))), ("cpu", (0,))])
+def test_a_mode_that_was_set_stays(mode, table):
+    made = split(mode)
+    for _ in range(5 * WINDOW_STEPS):
+        made.stepped(1, 1000)
+        assert made.mode(1) == mode
+    assert made.table(made.mode(1), 1) == table
