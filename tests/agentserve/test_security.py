@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from agentserve.logs import FORMAT, OneLine
 from agentserve.security import Guard, Tokens, load_tokens
 from tests.fakes.canonical import check
 from tests.fakes.server import OTHER_TOKEN, TOKEN, FakeServer, config_for_tests, running
+from tests.fakes.sockets import client_frame, raw_socket
 from tests.fakes.worker import answer, failing
 
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
@@ -277,3 +280,23 @@ def test_a_bad_setting_is_named(tmp_path: Path, text: str, hint: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=hint):
         load(file, environ={})
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4096, reason="needs 4096 open files (ulimit -n)")
+def test_a_thousand_idle_sockets_and_a_frame_that_never_ends_hold_nobody_up() -> None:
+    """The unfinished frame waits in its own socket; the next turn of anybody is served."""
+    with running(config_for_tests(limits={"connections_per_principal": 1024})) as one, contextlib.ExitStack() as open_sockets:
+        for _ in range(1000):
+            open_sockets.enter_context(raw_socket(one, receive_buffer=4096))
+        slow = open_sockets.enter_context(raw_socket(one, receive_buffer=4096))
+        slow.sendall(client_frame(json.dumps({"type": "response.create", "input": "x" * 1000}))[:300])
+        assert len(one.api.sockets) == 1001
+        for headers in (AUTH, OTHER):
+            with connect(one.ws_url, additional_headers=headers) as other:
+                other.send(json.dumps({"type": "response.create", "input": "y"}))
+                events = []
+                while not events or events[-1]["type"] != "response.completed":
+                    events.append(json.loads(other.recv(timeout=10)))
+                check(events)
+        assert len(one.worker.starts) == 2
+    assert len(one.api.sockets) == 0
