@@ -76,7 +76,9 @@ def examine(config: Config) -> Iterator[Finding]:
         check_torch,
         check_library,
         check_compiler,
+        check_device,
         check_memory,
+        check_speed,
         check_state_dir,
         check_model,
         check_dialect,
@@ -151,6 +153,89 @@ def check_memory(config: Config) -> Finding:
     if needed > available:
         return Finding("memory", "warn", text, "Lower model.ram_cache_bytes (--cache-mb) or take a smaller model.")
     return Finding("memory", "ok", text)
+
+
+def check_device(config: Config) -> Finding:
+    """Whether the offloaded engine can run, and what would keep it from being fast."""
+    import torch
+
+    if config.model.device == "cpu":
+        return Finding("device", "ok", "the CPU, as set")
+    if not torch.cuda.is_available():
+        wanted = config.model.device == "cuda"
+        hint = "No CUDA device is seen by torch: check the driver, and that torch was installed for CUDA."
+        return Finding("device", "fail" if wanted else "ok", "no CUDA device, the CPU is used", hint if wanted else "")
+    from engine.gpu.load import unusable
+
+    reason = unusable()
+    if reason is not None:
+        return Finding("device", "fail" if config.model.device == "cuda" else "warn", reason, "The CPU is used instead.")
+    free, total = torch.cuda.mem_get_info()
+    text = f"{torch.cuda.get_device_name()}, {_gib(free)} of {_gib(total)} free"
+    import resource
+
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    experts = _weights(config).experts_bytes
+    if locked != resource.RLIM_INFINITY and locked < experts:
+        hint = "What cannot be pinned is computed on the CPU: raise ulimit -l, or the container's limit."
+        return Finding("device", "warn", f"{text}; {_gib(locked)} may be locked, experts take {_gib(experts)}", hint)
+    return Finding("device", "ok", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes in a checkpoint: routed experts, everything else, and of the experts what one token reads."""
+
+    experts_bytes: int
+    other_bytes: int
+    active_bytes: int
+
+
+def _weights(config: Config) -> Weights:
+    from engine.weights.loader import read_config
+    from engine.weights.reader import CheckpointReader
+
+    directory = Path(config.model.dir)
+    described = read_config(directory)
+    described = described.get("text_config") or described
+    reader = CheckpointReader(directory)
+    entries = [reader.entry(name) for name in reader.names()]
+    experts = sum(entry.end - entry.start for entry in entries if ".experts." in entry.name)
+    others = sum(entry.end - entry.start for entry in entries) - experts
+    count = int(described.get("num_experts") or described.get("num_local_experts") or 1)
+    return Weights(experts, others, experts * int(described.get("num_experts_per_tok") or 1) // max(1, count))
+
+
+def check_speed(config: Config) -> Finding:
+    """What decoding is limited by here: bytes that a token reads over the rate at which they come, as measured."""
+    import torch
+
+    from engine.config import Machine
+    from engine.moe import profile
+
+    weights = _weights(config)
+    threads = config.model.threads or Machine.here().cores
+    on_device = config.model.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_device else None
+    measured = profile.entries(Path(config.state_dir) / "rates.json", profile.machine_key(device, threads))
+    per_token = weights.active_bytes + weights.other_bytes
+    text = f"a token reads {_gib(per_token)} of weights, {_gib(weights.active_bytes)} of them in routed experts"
+    if not measured:
+        return Finding("speed", "ok", text, "agentserve calibrate measures how fast they come here.")
+    cpu = max(entry.get("cpu_mbs", 0) for entry in measured.values())
+    if device is None:
+        most = cpu * 10**6 // max(1, per_token)
+        return Finding("speed", "ok", f"{text}; the CPU reads {cpu / 1000:.1f} GB/s: at most about {most} tokens/s")
+    link = max(entry.get("both_link_mbs", 0) for entry in measured.values())
+    both = link + max(entry.get("both_cpu_mbs", 0) for entry in measured.values())
+    budget = config.model.vram_bytes or torch.cuda.mem_get_info()[0]
+    share = min(1.0, max(0, budget - weights.other_bytes) / max(1, weights.experts_bytes))
+    if share >= 1.0:
+        return Finding("speed", "ok", f"{text}; all experts fit on the device, whose memory is the limit")
+    missed = int(weights.active_bytes * (1 - share))
+    most = both * 10**6 // max(1, missed)
+    text += f"; {share:.0%} of the experts fit on the device, the others come at {both / 1000:.1f} GB/s (link and CPU together)"
+    return Finding("speed", "ok", f"{text}: about {most} tokens/s if routes are even, more with locality")
 
 
 def check_state_dir(config: Config) -> Finding:

@@ -86,6 +86,8 @@ class WorkerClient:
         self.loading: Loading | None = None
         self.load: Load | None = None
         self.failure: str | None = None
+        self.trouble: str | None = None
+        """What a worker said of its end before it ended; another one will come."""
         self.reason = "no worker was started yet"
         self.heard_at = time.monotonic()
         self.on_load: Callable[[Load], None] | None = None
@@ -218,9 +220,10 @@ class WorkerClient:
         self._pipe = None
         self.hello = self.loading = None
         self.failure = failure
+        message = WORKER_STOPPED if self.trouble is None else f"{WORKER_STOPPED} ({self.trouble})"
         for turn_id, inbox in self._turns.items():
             if inbox.sent:
-                inbox.push(TurnFailed(turn_id, "server_error", WORKER_STOPPED))
+                inbox.push(TurnFailed(turn_id, "server_error", message))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(None)
@@ -243,7 +246,7 @@ class WorkerClient:
             if self.on_loading is not None:
                 self.on_loading(frame)
         elif isinstance(frame, Hello):
-            self.hello, self.loading, self.failure = frame, None, None
+            self.hello, self.loading, self.failure, self.trouble = frame, None, None, None
             self._wake()
         elif isinstance(frame, Checkpoints):
             answer = self._queries.get(frame.query_id)
@@ -252,6 +255,8 @@ class WorkerClient:
         elif isinstance(frame, LoadFailed) and frame.permanent:
             self.failure = frame.message
             self._wake()
+        elif isinstance(frame, LoadFailed):
+            self.trouble = frame.message
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 

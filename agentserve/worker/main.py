@@ -46,6 +46,7 @@ from agentserve.worker.ports import EnginePort
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
+from engine.errors import DeviceError
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.prefetch import Prefetcher
 
@@ -125,6 +126,12 @@ class Worker:
         try:
             ended = self._turns.step()
         except PipeClosed:
+            raise
+        except DeviceError as error:
+            # What the device held is lost, and so is every running turn: say why, and be started anew.
+            log.exception("the device failed")
+            self._pipe.send(LoadFailed(str(error), permanent=False))
+            self._pipe.flush()
             raise
         except Exception:
             # The engine ends the requests of a failed pass with an error and can go on; unless it fails again and again.

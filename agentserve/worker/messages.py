@@ -150,7 +150,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    """The model cannot be served; the worker exits after this. The supervisor does not retry a `permanent` one."""
+    """The worker exits after this, since its model cannot be loaded, or its device failed while it served. The supervisor does
+    not retry a `permanent` one."""
 
     message: str
     permanent: bool

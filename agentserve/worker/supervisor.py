@@ -190,6 +190,8 @@ class Supervisor:
             self._pipe = await pipe.connect(ours, self._receive, lambda _error: closed.set())
             self.client.attach(self._pipe)
             how = await self._watch(process, closed)
+            if self.client.trouble is not None:
+                how = f"{how}: {self.client.trouble}"
         except OSError as error:
             how = f"could not be started: {error}"
         finally:

@@ -1,8 +1,8 @@
 """Weights that make a model walk a given recording of routes, in any engine: realistic locality at full cost.
 
 A token of the walk has an embedding of its own, orthogonal to all others and so large that nothing a layer adds can turn it
-(mixers add nothing; experts add what they always do, which is small beside it). So every router sees the embedding, and its weights
-are a sum over states: each expert's row is made of the embeddings that shall choose it. The head maps state t to t + 1.
+(mixers add nothing; experts add what they always do, which is small beside it). So every router sees the embedding, and its
+weights are a sum over states: each expert's row is made of the embeddings that shall choose it. The head maps state t to t + 1.
 """
 
 from __future__ import annotations

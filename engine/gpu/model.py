@@ -6,6 +6,8 @@ Knows nothing of requests; engine.py hands over flat batches, as to every backen
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
@@ -14,6 +16,7 @@ import torch
 from engine.attention.base import Attention
 from engine.batch import ForwardBatch, SeqSlice
 from engine.device.base import Device, Graph
+from engine.errors import DeviceError
 from engine.gpu.decode import Buffers, DecodeStep
 from engine.gpu.experts import ExpertPool
 from engine.gpu.experts_pass import ExpertPass
@@ -71,6 +74,10 @@ class GpuModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
         """Logits f32 on the device. Raises DeviceError if the device or the executor failed; state is then undefined."""
+        with device_errors(self.device.name):
+            return self._forward(batch, kv, states)
+
+    def _forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
         self._bind(kv, states)
         steps = [seq for seq in batch.seqs if seq.length == 1]
         longer = [seq for seq in batch.seqs if seq.length > 1]
@@ -192,6 +199,21 @@ class GpuModel:
             self.experts.close()
 
 
+@contextmanager
+def device_errors(name: str) -> Iterator[None]:
+    """Errors of the CUDA runtime, which torch raises as RuntimeError wherever it sees them first, as DeviceError.
+
+    Running out of memory is none: the allocator refused, and the device goes on."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "CUDA error" in str(error) or "CUDA driver error" in str(error):
+            raise DeviceError(f"{name}: {str(error).splitlines()[0]}") from error
+        raise
+
+
 class GpuPass:
     """See models/base.Pass."""
 
@@ -206,7 +228,8 @@ class GpuPass:
             if not self._begun and self._experts is not None:
                 self._experts.begin(self._tokens)
             self._begun = True
-            next(self._stages)
+            with device_errors(self._model.device.name):
+                next(self._stages)
         except StopIteration as end:
             if self._experts is not None:
                 self._experts.end()

@@ -34,13 +34,18 @@ def load(path: Path, machine: str, record: str) -> Rates | None:
     return Rates(**{name: found[name] for name in names})
 
 
+def entries(path: Path, machine: str) -> dict[str, dict[str, int]]:
+    """What was measured on a machine, by record; not always all of it."""
+    return _read(path).get(machine, {})
+
+
 def save(path: Path, machine: str, record: str, measured: Rates | Mapping[str, int]) -> None:
     """Add or replace one entry; others stay. measured: all rates, or those that could be measured."""
-    entries = _read(path)
+    known = _read(path)
     values = asdict(measured) if isinstance(measured, Rates) else dict(measured)
-    entries.setdefault(machine, {})[record] = values
+    known.setdefault(machine, {})[record] = values
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = json.dumps({"version": VERSION, "machines": entries}, indent=1, sort_keys=True)
+    whole = json.dumps({"version": VERSION, "machines": known}, indent=1, sort_keys=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.write_text(whole + "\n")
     beside.replace(path)

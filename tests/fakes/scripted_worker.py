@@ -80,6 +80,10 @@ def main(fd: int, mode: str) -> None:
                 if frame.session == "slow":
                     slow.append(frame.turn_id)
                     continue
+                if frame.session == "device":
+                    pipe.send(LoadFailed("the CPU executor's thread has ended", permanent=False))
+                    pipe.flush()
+                    sys.exit(1)
                 for token in ids:
                     pipe.send(Tokens(turn_id=frame.turn_id, ids=(int(token),)))
                     if frame.session == "die":

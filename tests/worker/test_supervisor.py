@@ -88,6 +88,18 @@ async def test_a_dead_worker_fails_its_turn_and_the_next_turn_runs_on_a_new_one(
         assert supervisor.restarts == 1
 
 
+async def test_a_worker_whose_device_failed_says_why_to_its_turn_and_in_the_reason() -> None:
+    async with running("serve", first_backoff_s=0.5) as (client, supervisor):
+        frames = await frames_of(client, start_turn("t", "device", [1, 2]))
+        assert frames == [TurnFailed("t", "server_error", f"{WORKER_STOPPED} (the CPU executor's thread has ended)")]
+        while supervisor.state is not WorkerState.RESTARTING:
+            await asyncio.sleep(0)
+        assert "ended with status 1: the CPU executor's thread has ended; it starts again" in supervisor.reason
+        again = await frames_of(client, start_turn("u", "s", [5]))
+        assert isinstance(again[-1], TurnFinished)
+        assert client.trouble is None
+
+
 async def test_a_stuck_worker_is_killed_but_an_idle_one_is_left_alone() -> None:
     async with running("ok", stuck_s=0.5) as (client, supervisor):
         assert await client.wait_ready(20)

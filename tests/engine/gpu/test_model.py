@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.batch import StateCut
-from engine.gpu.model import GpuModel, graph_sizes
+from engine.errors import DeviceError
+from engine.gpu.model import GpuModel, device_errors, graph_sizes
 from engine.moe.dispatch import fetch_table
 from tests.engine.checkpoints import Lane, pools, step
 from tests.engine.gpu.models import (
@@ -154,3 +155,16 @@ def test_a_batch_of_more_rows_than_the_largest_graph_runs_in_parts(tmp_path_fact
             expected = step(want, state, list(zip(lanes, work, strict=True)))
             got = step(model, own, list(zip(mine, work, strict=True)))
             assert close(torch.cat(got), torch.cat(expected), 1e-4)
+
+
+@pytest.mark.parametrize("text", ["CUDA error: an illegal memory access was encountered\nmore", "CUDA driver error: 700"])
+def test_an_error_of_the_device_is_a_device_error(text):
+    with pytest.raises(DeviceError, match="board: CUDA"), device_errors("board"):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as raised, device_errors("board"):
+        raise error
+    assert raised.value is error
