@@ -13,9 +13,18 @@ from collections.abc import Callable
 from agentserve.config import LimitsConfig
 from agentserve.errors import InsufficientQuota, RateLimitExceeded
 from agentserve.interfaces import Store
+from agentserve.worker.messages import Load
 
 BUSY_RETRY_S = 5
-"""A turn ends sooner or later; nobody knows when."""
+"""While no worker has said how much it has to do."""
+MOST_RETRY_S = 60
+
+
+def retry_after_s(load: Load | None) -> int:
+    """When a refused turn may try again: once the worker has computed about half of the prompt tokens that wait now."""
+    if load is None or load.prefill_tokens_per_s <= 0:
+        return BUSY_RETRY_S
+    return min(MOST_RETRY_S, max(1, math.ceil(load.waiting_prefill_tokens / load.prefill_tokens_per_s / 2)))
 
 
 class Quotas:
@@ -28,10 +37,14 @@ class Quotas:
         self._buckets: dict[str, tuple[float, float]] = {}
         """Turns that are left, at which time; one that has filled up again is forgotten."""
 
-    def begin(self, principal: str) -> None:
-        """Count a turn that begins; `end` must follow. Raises RateLimitExceeded, and counts nothing then."""
+    def begin(self, principal: str, load: Load | None = None) -> None:
+        """Count a turn that begins; `end` must follow. Raises RateLimitExceeded, and counts nothing then.
+
+        load: the worker's last report, for the hint when to try again.
+        """
         if self._turns[principal] >= self._limits.turns_per_principal:
-            raise RateLimitExceeded(f"{self._turns[principal]} turns run or wait, no more are accepted", BUSY_RETRY_S)
+            what = f"{self._turns[principal]} turns run or wait, no more are accepted"
+            raise RateLimitExceeded(what, retry_after_s(load))
         most = self._limits.turns_per_minute
         if most:
             left = self._left(principal)

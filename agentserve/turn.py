@@ -54,7 +54,7 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
                 body, events = stored_history(known)
                 await send([on_lane(event, request.stream_id) for event in events], sink)
                 return body
-            services.quotas.begin(request.principal.id)
+            services.quotas.begin(request.principal.id, services.worker.load)
             counted = True
             if request.store:
                 await services.quotas.check_stored(request.principal.id, services.store)

@@ -1,15 +1,27 @@
-"""The load lab: `python -m benchmarks.load COMMAND`.
+"""The load lab: `python -m benchmarks.load COMMAND`. See docs/load.md.
 
-policies    who goes first, in virtual time
+policies     who goes first, in virtual time
+predictions  how well first tokens are foretold, in virtual time
+agents       agents on a server: first tokens, gaps, deadlines, predictions, memory
+streams      hundreds of streams at once, server on one core
+idle         thousands of open sockets
+gap          running answers beside a long cold prompt
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.load import lab, policies, wire
+from benchmarks.load import lab, policies, virtual, wire
 
-COMMANDS = {"policies": policies.main, "agents": lab.main, "streams": wire.streams, "idle": wire.idle, "gap": wire.gap}
+COMMANDS = {
+    "policies": policies.main,
+    "predictions": virtual.main,
+    "agents": lab.main,
+    "streams": wire.streams,
+    "idle": wire.idle,
+    "gap": wire.gap,
+}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ recorded, and comes back with its context, the answer and something new.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import random
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from agentserve.deadlines import DeadlineStatus, DeadlineTracker
 from agentserve.worker.forecast import Forecast
@@ -20,9 +22,11 @@ from agentserve.worker.messages import FromWorker, Matched, Progress, Sampling, 
 from agentserve.worker.naming import namespace_of
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
-from benchmarks.load.machines import Machine
+from benchmarks.common import report
+from benchmarks.load.lab import show
+from benchmarks.load.machines import MACHINES, Machine
 from benchmarks.load.policies import at
-from benchmarks.load.recorded import Turn
+from benchmarks.load.recorded import Turn, recorded_sessions
 from benchmarks.load.timed import TimedEngine, VirtualClock, timed_engine
 from engine.scheduler.pace import Work, pairs
 from statecache.durable import open_states
@@ -198,3 +202,39 @@ def figures(played: Sequence[Played], skip: int = 0) -> dict[str, Any]:
         "gap_s": {p: round(at(gaps, q), 4) for p, q in (("p50", 0.5), ("p99", 0.99))} if gaps else None,
         "reused": round(sum(t.restored for t in turns) / sum(t.prompt for t in turns), 4),
     }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """How well first tokens are foretold, and what warnings are worth, in virtual time."""
+    parser = argparse.ArgumentParser(prog="benchmarks.load predictions", description=main.__doc__)
+    parser.add_argument("--machines", nargs="+", default=("H200", "laptop", "small"), choices=sorted(MACHINES))
+    parser.add_argument("--agents", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=16, help="of each agent")
+    parser.add_argument("--pauses", type=float, default=1.0, help="recorded pauses times this")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
+    options = parser.parse_args(arguments)
+    sessions = recorded_sessions(100_000)
+    short = [[Turn(t.pause, min(t.restored, 8000), min(t.suffix, 8000), min(t.output, 100)) for t in s] for s in sessions]
+    for name in options.machines:
+        machine = MACHINES[name]
+        lab = Lab(machine)
+        agents = make_agents(short, options.agents, options.turns, options.seed, 32_000)
+        for agent in agents:
+            agent.turns = [Turn(round(t.pause * options.pauses), *_sizes(t)) for t in agent.turns]
+        began_s = lab.clock.now_s()
+        rng = random.Random(options.seed)
+        starts = [rng.randrange(round(60e6 * max(0.1, options.pauses))) for _ in agents]
+        played = lab.run(agents, starts, options.seed)
+        lab.engine.check()
+        stats = lab.engine.stats()
+        # What the first turns of each agent teach is not counted.
+        found = figures(played, skip=2 * options.agents)
+        found["busy"] = round((stats.prefill_seconds + stats.decode_seconds) / (lab.clock.now_s() - began_s), 3)
+        show(Console(width=110), f"{name}, {options.agents} agents", found)
+        workload = {key: value for key, value in vars(options).items() if key not in ("machines", "record")}
+        report("load_predictions", f"virtual {name}", workload, found, options.record)
+
+
+def _sizes(turn: Turn) -> tuple[int, int, int]:
+    return turn.restored, turn.suffix, turn.output

@@ -17,6 +17,7 @@ from websockets.sync.client import connect
 from agentserve.config import LimitsConfig
 from agentserve.errors import RateLimitExceeded
 from agentserve.quotas import Quotas
+from agentserve.worker.messages import Load
 from tests.agentserve.test_websocket import AUTH, send, until_terminal
 from tests.fakes.server import OTHER_TOKEN, FakeServer, config_for_tests, running, wait_for
 from tests.fakes.worker import answer
@@ -107,3 +108,30 @@ def test_a_server_that_restarts_takes_no_more_sockets() -> None:
         response = refused.value.response
         assert (response.status_code, response.headers["retry-after"]) == (429, "5")
         assert json.loads(response.body or b"")["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_refused_turn_is_told_to_wait_for_about_half_of_what_waits() -> None:
+    quotas = Quotas(LimitsConfig(turns_per_principal=1))
+    quotas.begin("p")
+    for load, told in ((None, 5), (busy(0), 1), (busy(20_000), 10), (busy(10_000_000), 60)):
+        with pytest.raises(RateLimitExceeded, match="1 turns run or wait") as refused:
+            quotas.begin("p", load)
+        assert refused.value.retry_after_s == told
+    quotas.begin("other", busy(20_000))
+
+
+def busy(waiting_tokens: int) -> Load:
+    """A worker with so many prompt tokens waiting, at a thousand a second."""
+    return Load(
+        running=1,
+        waiting=1,
+        waiting_prefill_tokens=waiting_tokens,
+        prefill_tokens_per_s=1000.0,
+        decode_tokens_per_s=50.0,
+        restore_bytes_per_s=1e9,
+        free_pages=1,
+        total_pages=1,
+        cache_bytes={},
+        cache_checkpoints={},
+        counters={},
+    )

@@ -62,7 +62,7 @@ async def soak(server: LabServer, minutes: float, stays: bool) -> None:
     # In pieces, so that what the test itself remembers does not grow with the time.
     pieces = max(1, round(minutes))
     for _ in range(pieces):
-        asked = await crowd.open(16, work(most=2000, output=24), 8.0, minutes * 60 / pieces)
+        asked = await crowd.open(16, work(most=600, output=16), 3.0, minutes * 60 / pieces)
         ends.update(turn.ends for turn in asked)
     sampling.cancel()
     await one_turn(quiet)
