@@ -25,6 +25,10 @@ class Machine:
     cores: int
     available_bytes: int
 
+    def threads(self, device: bool) -> int:
+        """CPU threads that compute: all cores, but for one that waits for the device if there is one."""
+        return max(1, self.cores - int(device))
+
     @classmethod
     def here(cls) -> Machine:
         """This machine now. Without /proc/meminfo (not Linux) 4 GiB are assumed."""
@@ -130,10 +134,9 @@ class EngineConfig:
         Without spec (before the weights are read) only threads, step_tokens and memory_bytes are decided, and dtype and
         slots stay as they are for the loader; with it everything is.
         """
-        cores = max(1, machine.cores)
         known = replace(
             self,
-            threads=cores if self.threads == "auto" else self.threads,
+            threads=machine.threads(self.backend == "cuda") if self.threads == "auto" else self.threads,
             step_tokens=self.chunk_tokens if self.step_tokens == "auto" else self.step_tokens,
             memory_bytes=machine.available_bytes // 4 if self.memory_bytes == "auto" else self.memory_bytes,
         )

@@ -78,6 +78,10 @@ class Engine:
         loaded = load_model(config, tell)
         tell(0.9, "allocating KV pages")
         engine = cls(loaded.model, loaded.config, loaded.weights_digest, loaded.slots, loaded.device)
+        if isinstance(loaded.model, Staged):
+            tell(0.95, "compiling kernels and capturing graphs")
+            with torch.inference_mode():
+                loaded.model.warm_up(engine.store.kv, engine.store.states)
         tell(1.0, "ready")
         return engine
 

@@ -39,15 +39,15 @@ def calibrate(
     from engine.kernels import cpu
     from engine.moe import profile
 
-    used = chosen.model.threads or Machine.here().cores
-    if cpu.available():
-        cpu.set_threads(used)
     device, why = None, ""
     settings = EngineConfig(backend="cuda")
     try:
         device, ops = open_device(settings), choose_kernels(settings)
     except EngineError as error:
         why, ops = str(error), None
+    used = chosen.model.threads or Machine.here().threads(device is not None)
+    if cpu.available():
+        cpu.set_threads(used)
     typer.echo(f"device: {device.name if device is not None else f'none ({why})'}")
     typer.echo(f"CPU: {used} threads, {f'instruction set {cpu.isa()}' if cpu.available() else 'torch, which is slow'}")
     path = Path(chosen.state_dir) / "rates.json"

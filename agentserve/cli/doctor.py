@@ -214,8 +214,8 @@ def check_speed(config: Config) -> Finding:
     from engine.moe import profile
 
     weights = _weights(config)
-    threads = config.model.threads or Machine.here().cores
     on_device = config.model.device != "cpu" and torch.cuda.is_available()
+    threads = config.model.threads or Machine.here().threads(on_device)
     device = torch.cuda.get_device_name() if on_device else None
     measured = profile.entries(Path(config.state_dir) / "rates.json", profile.machine_key(device, threads))
     per_token = weights.active_bytes + weights.other_bytes

@@ -5,6 +5,7 @@ torch holds the context; nothing here talks to the driver by itself but for pinn
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ class CudaDevice:
         if status in (0, _ALREADY_REGISTERED):
             return None
         reason = runtime.cudaGetErrorString(runtime.cudaError(status))
+        # The refused call leaves its error behind, and the next launch would report it as its own.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
         return f"{reason} (CUDA error {status})"
 
     def unpin(self, memory: torch.Tensor) -> None:

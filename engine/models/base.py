@@ -102,6 +102,10 @@ class Pass(Protocol):
 class Staged(Protocol):
     """A model whose passes can be interrupted at the edges of layers, for decode steps of other sequences."""
 
+    def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
+        """Do now what the first step in these pools would do once. Changes no state."""
+        ...
+
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:
         """Begin a pass. Until it is over or abandoned, forward() may run other sequences."""
         ...

@@ -214,6 +214,9 @@ class StagedHashModel(HashModel):
         super().__init__(spec)
         self._stages = stages
 
+    def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
+        pass
+
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> _StagedPass:
         return _StagedPass(self, batch, kv, states, self._stages)
 

@@ -181,3 +181,12 @@ def test_a_stream_goes_on_at_the_edges_of_a_streamed_pass(checkpoint):
         assert log.tokens["long"] == golden(model, ids, 4)
         assert engine.model.expert_pass.ways["stream"] > 0  # type: ignore[attr-defined]
         check_slots(experts)
+
+
+def test_graphs_are_captured_before_the_first_request_and_touch_no_state(checkpoint):
+    directory, _ = checkpoint
+    with engine_on(directory, slots=6) as engine:
+        model = engine.model
+        assert sorted(model._graphs) == [1, 2, 4, 6]  # type: ignore[attr-defined]
+        assert all(bool(pool.isnan().all()) for pool in (*engine.store.kv.k, *engine.store.states.delta))
+        assert model.experts.totals() == (0, 0, 0, 0)  # type: ignore[attr-defined]
