@@ -5,7 +5,7 @@
 
 STAGE: checkpoint, calibrate, decode, suffix, alternate, interleave, restore, save, resize, table; all of them by default.
 `docs/gpu.md` says what each shows. A run that is stopped, or out of time, goes on with the same command: what is done stays in
-DIR/results.jsonl. Exit status 3: there is more to do.
+DIR/results.jsonl. Exit status 3: there is more to do; 1: a stage failed, and the others were run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,11 +29,13 @@ from benchmarks.gpu.bench import TINY_SIZES, Bench, Sizes
 from benchmarks.gpu.calibration import calibrate
 from benchmarks.gpu.context import Context, OutOfTime
 from benchmarks.gpu.decode import decode
+from benchmarks.gpu.play import EngineFailed
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.states import resize, restore, save
 from benchmarks.gpu.turns import alternate, interleave, suffix
 from benchmarks.routing.trace import load
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.gpu.load import choose_kernels
 from engine.moe.cost import ASSUMED, Rates
 
@@ -56,7 +59,8 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resident", type=int, nargs="+", help="per cent of the experts")
     parser.add_argument("--variants", nargs="+", choices=checkpoint.VARIANTS, default=checkpoint.VARIANTS)
     parser.add_argument("--repeats", type=int, help="of everything (default 5)")
-    parser.add_argument("--threads", type=int, help="of the CPU executor (default: all cores but two)")
+    parser.add_argument("--batches", type=int, nargs="+", help="streams at once in `decode` (default 1 4)")
+    parser.add_argument("--threads", type=int, help="of the CPU executor (default: three of four cores)")
     parser.add_argument("--kernels", choices=("triton", "plain"), help="default: triton on a GPU")
     parser.add_argument("--again", action="store_true", help="forget what is done")
     options = parser.parse_args(arguments)
@@ -77,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     what = plan.TINY if options.tiny else plan.FULL
     if options.repeats:
         what = replace(what, repeats=options.repeats)
+    if options.batches:
+        what = replace(what, batches=tuple(min(batch, sizes.max_rows) for batch in options.batches))
     directory = checkpoint.place_for(shape, options.dir)
     directory.mkdir(parents=True, exist_ok=True)
     out = options.out or (None if options.tiny else RESULTS)
@@ -93,7 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         gb_s = checkpoint.make(shape, directory, place, tell)
         tell(f"checkpoints are complete; written at {gb_s:.1f} GB/s")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = options.threads or max(1, cores - 2)
+    failed: list[str] = []
+    threads = options.threads or max(1, 3 * cores // 4)
     try:
         if set(options.stages) - {"checkpoint", "table"}:
             kernels = options.kernels or ("plain" if host else "triton")
@@ -108,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
                 tell=tell,
             )
             try:
-                _measure(options, bench, what, results, directory, tell)
+                _measure(options, bench, what, results, directory, tell, failed)
             finally:
                 bench.close()
     except OutOfTime:
@@ -117,7 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if "table" in options.stages:
             summary.show(Console(width=160), results)
-    return 0
+    if failed:
+        tell(f"failed: {'; '.join(failed)}")
+    return 1 if failed else 0
 
 
 def _measure(
@@ -127,7 +136,9 @@ def _measure(
     results: Results,
     directory: Path,
     tell: Callable[[str], None],
+    failed: list[str],
 ) -> None:
+    """failed: gets the name of each stage that raised; what else that engine had to do is left out."""
     if "calibrate" in options.stages and results.find("calibrate") is None:
         bench.decoder(options.variants[0])
         tell("calibrating")
@@ -160,7 +171,12 @@ def _measure(
                 context = Context(start, results, what, bench.shape, directory, variant, share, walk)
                 for name, stage in stages.items():
                     tell(f"{variant}, {share}%: {name}")
-                    stage(context)
+                    try:
+                        stage(context)
+                    except (EngineError, EngineFailed, RuntimeError, AssertionError):
+                        traceback.print_exc()
+                        failed.append(f"{name} ({variant}, {share}%)")
+                        break
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
     if not pool.resident:
         figures["chosen"] = running.arms.chosen(batch)
     figures["dense_bytes"] = _dense_bytes(context)
+    figures["head_bytes"] = context.shape.vocab * context.shape.hidden * 2
     figures["routed_bytes"] = per_token
     if not pool.resident:
         trace = walked(context.trace, context.plan.ideal_tokens) if context.trace else None

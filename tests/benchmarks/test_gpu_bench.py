@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,6 +27,7 @@ from benchmarks.gpu.results import Results
 from benchmarks.routing.policies import SlotCache, replay
 from benchmarks.routing.trace import Trace
 from engine.device.tape import Lane, Tape
+from engine.errors import DeviceError
 from engine.kernels import cpu
 from engine.moe.cost import ASSUMED
 
@@ -78,6 +81,35 @@ def test_out_of_time_leaves_the_rest_for_the_same_command(directory, tmp_path, c
     assert main(command) == 0
     (line,) = [line for line in lines_of(directory) if line["stage"] == "suffix"]
     assert set(line["figures"]) == {"cold 2", "cold 5", "restored 2", "restored 5"}
+
+
+def test_a_stage_that_fails_is_named_and_the_next_engine_runs_its_own(directory, tmp_path, capsys, monkeypatch):
+    real = Player.until
+
+    def failing(self: Player, answer: Any, tokens: int) -> None:
+        if self.engine.model.spec.slots == TINY.layers * TINY.experts // 4:
+            raise DeviceError("the device is gone")
+        real(self, answer, tokens)
+
+    monkeypatch.setattr(Player, "until", failing)
+    command = ["checkpoint", "decode", "--tiny", "--dir", str(tmp_path), "--threads", "1", "--repeats", "1", "--batches", "1"]
+    assert main([*command, "--variants", "random", "--resident", "25", "100"]) == 1
+    assert [line["workload"]["resident"] for line in lines_of(tmp_path)] == [100]
+    out, err = capsys.readouterr()
+    assert "failed: decode (random, 25%)" in out
+    assert "the device is gone" in err
+
+
+def test_an_engine_leaves_no_slots_behind(directory):
+    one, seen = bench(directory), []
+    for share in (0.5, 1.0):
+        with one.engine("random", share) as running:
+            gc.collect()
+            assert [memory() for memory in seen] == [None] * len(seen)
+            seen.append(weakref.ref(running.pool.memory))
+            Player(running.engine).run([1, 2, 3], 2)
+            del running
+    one.close()
 
 
 def test_an_unknown_stage_is_refused_by_name(capsys):
