@@ -129,11 +129,20 @@ def _take(
 
 
 @triton.jit
-def _line_up(queue, order, waiting, most, experts, EP: tl.constexpr):
-    """Write the first `most` waiting experts to queue by rising order (all distinct), −1 behind them. Returns which."""
+def _line_up(queue, keys, order, waiting, most, experts, EP: tl.constexpr):
+    """Write the first `most` waiting experts to queue by rising order (all distinct), −1 behind them. Returns which.
+
+    keys: int64 [EP], scratch: comparing all with all at once would take more registers than a block has.
+    """
     e = tl.arange(0, EP)
-    before = tl.where(waiting[:, None] & (order[:, None] < order[None, :]), 1, 0)
-    rank = tl.sum(before, 0)
+    mine = tl.where(waiting, order.to(tl.int64), _NEVER)
+    tl.store(keys + e, mine)
+    tl.debug_barrier()
+    PART: tl.constexpr = EP if EP * EP <= 32768 else 32768 // EP
+    rank = tl.zeros((EP,), tl.int32)
+    for start in range(0, EP, PART):
+        theirs = tl.load(keys + start + tl.arange(0, PART))
+        rank += tl.sum(tl.where(theirs[:, None] < mine[None, :], 1, 0), 0)
     queued = waiting & (rank < most)
     count = tl.sum(tl.where(queued, 1, 0), 0)
     tl.store(queue + e, -1 + tl.zeros((EP,), tl.int32), mask=(e >= count) & (e < experts))
@@ -144,7 +153,7 @@ def _line_up(queue, order, waiting, most, experts, EP: tl.constexpr):
 
 @triton.jit
 def _admit(
-    ids, table, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, queue,
+    ids, table, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, queue, keys,
     resident, fetched, cpu, work, counts,
     pairs, experts, slots, layers, layer, entries, room, pinned, floor,
     POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr, PAIRS: tl.constexpr,
@@ -163,7 +172,7 @@ def _admit(
     misses = tl.sum(tl.where(miss, 1, 0), 0)
     hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
     quota = tl.minimum(tl.load(table + tl.minimum(misses, entries - 1)), room)
-    queued = _line_up(queue, first, miss & (base + e < pinned), quota, experts, EP)
+    queued = _line_up(queue, keys, first, miss & (base + e < pinned), quota, experts, EP)
     taken, given = _take(
         queue, tl.sum(tl.where(queued, 1, 0), 0), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
         slots, layers, experts, floor, True, POLICY, EP, SP, LP,
@@ -187,7 +196,7 @@ def _admit(
 
 @triton.jit
 def _union(
-    sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, on_cpu, slot_of, work,
+    sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, keys, on_cpu, slot_of, work,
     counts, table, blocks, experts, slots, layers, layer, limit, entries, pinned, floor,
     FIRST: tl.constexpr, TABLE: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +216,7 @@ def _union(
         if TABLE:
             quota = tl.load(table + tl.minimum(misses, entries - 1))
         # Most tokens first, then the lowest id.
-        queued = _line_up(round_ids, e - tokens.to(tl.int64) * EP, miss & (base + e < pinned), quota, experts, EP)
+        queued = _line_up(round_ids, keys, e - tokens.to(tl.int64) * EP, miss & (base + e < pinned), quota, experts, EP)
         left_out = miss & ~queued
         tl.store(on_cpu + e, tl.where(left_out, 1, 0), mask=e < experts)
         other = tl.sum(tl.where(left_out, 1, 0), 0)
@@ -266,7 +275,7 @@ def admit(
     launch(
         _admit, (1,),
         ids, table, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
-        queue, resident, fetched, cpu, work, counts,
+        queue, _keys(state, ids), resident, fetched, cpu, work, counts,
         ids.numel(), state.experts, len(state.id_of_slot), state.layers, layer, len(table), len(work), state.pinned_ids,
         state.floor, PAIRS=_ADMIT_PAIRS, **_shape(state),
     )  # fmt: skip
@@ -302,12 +311,16 @@ def union(
     launch(
         _union, (1,),
         sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
-        state.round_ids, state.round_left, on_cpu, slot_of, work, counts,
+        state.round_ids, state.round_left, _keys(state, ids), on_cpu, slot_of, work, counts,
         given, blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)), len(given),
         state.pinned_ids, state.floor, FIRST=first, TABLE=table is not None, **shape,
     )  # fmt: skip
     if first:
         launch(_mark_cpu, (triton.cdiv(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)
+
+
+def _keys(state: SlotState, like: torch.Tensor) -> torch.Tensor:
+    return workspace("admission keys", config.power(state.experts), torch.int64, like)
 
 
 def _shape(state: SlotState) -> dict[str, int]:

@@ -155,6 +155,16 @@ def test_a_long_run_equals_the_policies(policy: str) -> None:
     state.check(slots)
 
 
+def test_more_experts_than_are_compared_at_once() -> None:
+    state, generator = State(2, 300, 24, "lru_floor", 600), torch.Generator().manual_seed(0)
+    slots = state.host()
+    for i in range(4):
+        ids = torch.rand(2, 300, generator=generator).argsort(1)[:, :8].tolist()
+        counts = step(state, slots, i % 2, ids, fetch_table(6, 300), 16)
+        assert counts[0] > 0
+        state.check(slots)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefill_of_another_layer_takes_every_slot_and_the_old_experts_miss(policy: str) -> None:
     """The sequence that once gave stale hits: what lies in a slot is compared with what the maps claim."""
@@ -173,6 +183,16 @@ def test_prefill_of_another_layer_takes_every_slot_and_the_old_experts_miss(poli
     ring.close()
     state.push(slots)
     assert step(state, slots, 0, [[1, 2, 3, 4]], fetch_table(-1, 8), 8).tolist()[2:] == [0, 4]
+    state.check(slots)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_slot_that_this_step_uses_is_never_taken(policy: str) -> None:
+    state = State(1, 6, 3, policy, 6)
+    slots = state.host()
+    step(state, slots, 0, [[0, 1], [2, 2]], fetch_table(-1, 6), 6)
+    assert step(state, slots, 0, [[0, 1], [2, 3]], fetch_table(-1, 6), 6).tolist() == [0, 1, 3, 1]
+    assert step(state, slots, 0, [[0, 4], [2, 3]], fetch_table(-1, 6), 6).tolist() == [1, 1, 2, 2]
     state.check(slots)
 
 
