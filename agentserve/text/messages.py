@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from agentserve.protocol.items import (
     CUSTOM_INPUT,
@@ -57,7 +57,7 @@ class Habits:
 
     late_system: takes a system message in mid-conversation, in place. repeats: takes two user messages in a row.
     system: takes a system message at all. thinking_key: member of a message that its thinking is read from. apart: refuses
-    thinking, text and calls in one message.
+    thinking, text and calls in one message. more_system: takes several system messages at the start, each in its place.
     """
 
     trims: Trims = field(default_factory=Trims)
@@ -66,6 +66,7 @@ class Habits:
     system: bool = True
     thinking_key: str = "reasoning_content"
     apart: bool = False
+    more_system: bool = True
 
 
 CallId = Callable[[str, str, int], str]
@@ -150,19 +151,8 @@ class MessageBuilder:
         self.place_all = place_all
 
     def build(self, instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
-        messages: list[ChatMessage] = []
-        system = ChatMessage("system")
-        if instructions:
-            self._append(system.content, instructions, -1, "system")
-        start = 0
-        for index, item in enumerate(items):
-            if not (isinstance(item, Message) and item.role in ("system", "developer")):
-                break
-            self._append(system.content, item.text, index, "system")
-            system.items.append(index)
-            start = index + 1
-        if system.content:
-            messages.append(system)
+        messages = self._opening(instructions, items)
+        start = next((i for i, item in enumerate(items) if not _instructs(item)), len(items))
         for index in range(start, len(items)):
             self._add(messages, items[index], index)
         if self.place_all:
@@ -172,6 +162,24 @@ class MessageBuilder:
         if not self.habits.system:
             self._fold_system(messages)
         return messages if self.habits.repeats else list(_merge_repeats(messages))
+
+    def _opening(self, instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
+        """What instructs the model before anybody speaks.
+
+        One message each where the template allows it: templates put the tools behind the first, so that text which a client
+        adds to it later would move them all (Codex prewarms with one developer message, and sends another with its first turn).
+        """
+        messages = [ChatMessage("system")]
+        if instructions:
+            self._append(messages[-1].content, instructions, -1, "system")
+        for index, item in enumerate(items):
+            if not _instructs(item):
+                break
+            if messages[-1].content and self.habits.more_system:
+                messages.append(ChatMessage("system"))
+            self._append(messages[-1].content, item.text, index, "system")
+            messages[-1].items.append(index)
+        return [m for m in messages if m.content]
 
     def _opaque(self, text: str, item: int, name: str) -> str:
         return self.table.add(self.habits.trims.apply(text, name), item, name)
@@ -239,6 +247,10 @@ class MessageBuilder:
             messages[0].items = system.items + messages[0].items
         else:
             messages.insert(0, ChatMessage("user", system.content, items=system.items))
+
+
+def _instructs(item: Item) -> TypeGuard[Message]:
+    return isinstance(item, Message) and item.role in ("system", "developer")
 
 
 def _merge_repeats(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:

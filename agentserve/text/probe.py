@@ -153,6 +153,7 @@ def probe(
     if not base.has("user", "text", "next"):
         raise TemplateError("the chat template loses or re-orders message contents, so a context cannot be laid out by it")
     late = _attempt(template, _turns(("user", "u"), ("assistant", "a"), ("system", "s"), ("user", "v")))
+    more = _attempt(template, _turns(("system", "s"), ("system", "t"), ("user", "u")))
     repeats = _attempt(template, _turns(("user", "u"), ("user", "v")))
     habits = Habits(
         trims=_trims(template, dialogue, system, calls),
@@ -161,6 +162,7 @@ def probe(
         system=system,
         thinking_key=form.thinking_key,
         apart=form.apart,
+        more_system=system and more is not None and more.has("s", "t", "u"),
     )
     close = _Run(template, _turns(("user", "u"), ("assistant", "a"), ("user", "v"))).between("a", "v")
     return Traits(habits, _header(template, think_open, form.thinking_key), close, calls, _switch(template))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -70,11 +71,31 @@ def test_a_failed_mcp_result_says_so(family: str):
 @families
 def test_developer_is_system_and_leads(family: str):
     developer = Message(role="developer", content=(InputText("Obey."),))
-    rendered = model(family).render(request(developer, user("Hi"), instructions="First."))
-    text = model(family).tokenizer.decode(rendered.ids)
-    assert "First.\n\nObey." in text
-    assert text.count("system\n") == 1
-    assert rendered.item_starts[0] < rendered.item_starts[1]
+    text = shown(model(family), developer, user("Hi"), instructions="First.")
+    assert text.index("First.") < text.index("Obey.") < text.index("Hi<|im_end|>")
+    assert text.count("<|im_start|>system") == (2 if model(family).traits.habits.more_system else 1)
+
+
+@families
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+def test_what_a_client_adds_to_its_instructions_leaves_the_tools_where_they_were(family: str, instructions: str | None):
+    first, second = (Message(role="developer", content=(InputText(t),)) for t in ("You write software.", "The folder is /tmp."))
+    options = {"instructions": instructions, "tools": (FunctionTool(name="read", description="Read a file"),)}
+    text = model(family)
+    warmed = text.render(dataclasses.replace(request(first, **options), prompt=False)).ids.tolist()
+    rendered = text.render(request(first, second, user("Hi"), **options))
+    if text.traits.habits.more_system:
+        assert rendered.ids[: len(warmed)].tolist() == warmed
+    else:  # it puts the tools first, so that only the end of the one system message moves
+        closing = len(text.tokenizer.encode("<|im_end|>\n"))
+        assert rendered.ids[: len(warmed) - closing].tolist() == warmed[:-closing]
+
+
+def test_a_template_of_one_system_message_gets_all_in_it():
+    only_first = BARE.replace("{%- for", "{%- if messages[1].role == 'system' %}{{ raise_exception('one') }}{% endif %}{%- for", 1)
+    assert not of(only_first).traits.habits.more_system
+    text = shown(of(only_first), system("One."), system("Two."), user("Hi"), instructions="First.")
+    assert text == "SYSTEM: First.\n\nOne.\n\nTwo.\nUSER: Hi\nASSISTANT: "
 
 
 @families
