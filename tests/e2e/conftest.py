@@ -15,6 +15,7 @@ import pytest
 
 from agentserve.cli.private_server import PrivateServer, private_server
 from tests.e2e.agents import World, settings
+from tests.e2e.programs import npm_program
 
 DEMO_MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
 FLAGS = ("--threads", "1", "--cache-mb", "256")
@@ -83,3 +84,13 @@ def rambling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if file.suffix in (".json", ".jinja") and not file.name.startswith("model.safetensors"):
             shutil.copy(file, directory / file.name)
     return directory
+
+
+@pytest.fixture(scope="session")
+def codex_program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return npm_program("codex", "@openai/codex", tmp_path_factory.mktemp("codex"))
+
+
+@pytest.fixture(scope="session")
+def claude_program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return npm_program("claude", "@anthropic-ai/claude-code", tmp_path_factory.mktemp("claude"))

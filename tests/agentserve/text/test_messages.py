@@ -92,7 +92,9 @@ def test_what_a_client_adds_to_its_instructions_leaves_the_tools_where_they_were
 
 
 def test_a_template_of_one_system_message_gets_all_in_it():
-    only_first = BARE.replace("{%- for", "{%- if messages[1].role == 'system' %}{{ raise_exception('one') }}{% endif %}{%- for", 1)
+    only_first = BARE.replace(
+        "{%- for", "{%- if messages[1].role == 'system' %}{{ raise_exception('one') }}{% endif %}{%- for", 1
+    )
     assert not of(only_first).traits.habits.more_system
     text = shown(of(only_first), system("One."), system("Two."), user("Hi"), instructions="First.")
     assert text == "SYSTEM: First.\n\nOne.\n\nTwo.\nUSER: Hi\nASSISTANT: "
