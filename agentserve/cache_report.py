@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentserve.interfaces import DivergenceReport, Rendered
-from agentserve.protocol.server_events import CheckpointUsed, DivergencePart
+from agentserve.interfaces import DivergenceReport
+from agentserve.prompt import Prompt
+from agentserve.protocol.server_events import CheckpointUsed, DivergencePart, NormalisedPart
 from agentserve.request import TurnRequest
+from agentserve.session.divergence import Contexts
 from agentserve.worker.messages import Matched
 
 
 def cache_report(
-    frame: Matched, rendered: Rendered, request: TurnRequest, report: DivergenceReport | None = None
+    frame: Matched, prompt: Prompt, request: TurnRequest, contexts: Contexts, report: DivergenceReport | None = None
 ) -> dict[str, Any]:
     """Fields of the cache report of one turn."""
     divergence = None
@@ -27,10 +29,20 @@ def cache_report(
     if frame.position > 0:
         used = CheckpointUsed("" if frame.kind is None else frame.kind.value, frame.position)
     return {
-        "prompt_tokens": len(rendered.ids),
+        "prompt_tokens": len(prompt.rendered.ids),
         "reused_tokens": frame.position,
         "restored_from": frame.tier,
         "checkpoint": used,
         "divergence": divergence,
         "ignored_tools": tuple(t.type if t.name is None else f"{t.type}:{t.name}" for t in request.ignored_tools),
+        "normalised": _normalised(prompt, contexts, frame.position),
     }
+
+
+def _normalised(prompt: Prompt, contexts: Contexts, reused: int) -> NormalisedPart | None:
+    if not prompt.normalised:
+        return None
+    saved = None
+    if prompt.as_sent is not None:
+        saved = contexts.saved(prompt.request.salt, prompt.rendered.ids, prompt.as_sent, reused)
+    return NormalisedPart(names=prompt.normalised, saved_tokens=saved)

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentserve.errors import ConfigError
+from agentserve.protocol.responses import Normaliser
 from agentserve.schema_errors import explain, unknown_field
 
 PREFIX = "AGENTSERVE_"
@@ -126,6 +127,7 @@ class TurnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ttft_deadline_s: reported against, enforced only where a turn asks for it. keepalive_s: longest silence before output.
     max_output_tokens: where the request has none; never more than fits into the context. temperature, top_p: likewise.
+    normalise: what of a context is made the same in every turn, see normalise.py. nonce_headers: lines that it takes away.
     """
 
     ttft_deadline_s: Seconds = 30.0
@@ -133,6 +135,8 @@ class TurnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Count = 16_384
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    normalise: tuple[Normaliser, ...] = ()
+    nonce_headers: tuple[Annotated[str, Meta(min_length=1)], ...] = ("x-anthropic-billing-header",)
 
 
 class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

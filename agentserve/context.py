@@ -120,8 +120,9 @@ def _first_session(request: TurnRequest) -> str:
     if request.session_hint is not None:
         return named_session(request.principal.id, request.session_hint)
     first_user = next((i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items))
-    head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in request.items[: first_user + 1])
-    return _session_id(request.principal.id, msgspec.msgpack.encode((request.create.instructions, head)))
+    instructions, items = request.normalisers.head(request.create.instructions, request.items[: first_user + 1])
+    head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in items)
+    return _session_id(request.principal.id, msgspec.msgpack.encode((instructions, head)))
 
 
 def named_session(principal: str, hint: str) -> str:

@@ -19,6 +19,7 @@ from agentserve.errors import InvalidValue, ModelNotFound
 from agentserve.events import new_id
 from agentserve.fields import fields_named
 from agentserve.interfaces import Principal
+from agentserve.normalise import Normalisers
 from agentserve.protocol.decode import decode_input, decode_tools, options_of
 from agentserve.protocol.items import IgnoredTool, InputItem, Item, Tool
 from agentserve.protocol.machine import stream_id_of
@@ -69,6 +70,7 @@ class TurnRequest:
     idempotency_key: str | None
     digest: bytes
     field_names: Mapping[str, str] = field(default_factory=dict)
+    normalisers: Normalisers = field(default_factory=Normalisers)
     aside: bool = False
 
     @property
@@ -207,6 +209,9 @@ def _accept(
         idempotency_key=key,
         digest=_digest(create),
         field_names=field_names,
+        normalisers=Normalisers(
+            config.turn.normalise if options.normalise is None else options.normalise, config.turn.nonce_headers
+        ),
     )
 
 

@@ -23,16 +23,16 @@ from agentserve.deadlines import DeadlineReport, DeadlineTracker
 from agentserve.errors import TurnFailure
 from agentserve.events import ResponseEvents
 from agentserve.idempotency import known_answer
-from agentserve.interfaces import Rendered, RenderRequest, StoredResponse
-from agentserve.prompt import output_rule, render
-from agentserve.protocol.responses import ResponseBody, encode_body, usage
+from agentserve.interfaces import StoredResponse
+from agentserve.outcome import nothing, stored_row, why_incomplete
+from agentserve.prompt import Prompt, output_rule, render, start_turn
+from agentserve.protocol.responses import ResponseBody, usage
 from agentserve.protocol.server_events import Event
-from agentserve.replay import encode_cuts, history, send, stored_history, whole_history
+from agentserve.replay import history, send, stored_history, whole_history
 from agentserve.request import TurnRequest
 from agentserve.services import Services
-from agentserve.session.lineage import first_words
 from agentserve.token_stream import TokenStream
-from agentserve.worker.messages import Matched, Progress, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
+from agentserve.worker.messages import Matched, Progress, Saved, Tokens, TurnFailed, TurnFinished
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,6 @@ class Turn:
         self._settled = False
         self._steered = False
         self._broken: Exception | None = None
-        self._render_request: RenderRequest | None = None
         self._stream: TokenStream | None = None
         self._deadline = DeadlineTracker(request.options.ttft_deadline_ms or int(services.config.turn.ttft_deadline_s * 1000))
 
@@ -123,9 +122,9 @@ class Turn:
         self.announce()
         with self.running():
             try:
-                rendered = await self.render()
-                outcome = await self.generate(rendered)
-                stored = self.finish(rendered, outcome)
+                prompt = await self.render()
+                outcome = await self.generate(prompt)
+                stored = self.finish(prompt, outcome)
                 if request.store:
                     await services.store.commit(stored)
                 else:
@@ -209,18 +208,16 @@ class Turn:
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def render(self) -> Rendered:
-        self._render_request, rendered = await render(self.request, self.context, self.services, self.rule)
-        return rendered
+    async def render(self) -> Prompt:
+        return await render(self.request, self.context, self.services, self.rule)
 
-    async def generate(self, rendered: Rendered) -> TurnFinished:
+    async def generate(self, prompt: Prompt) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
-        assert self._render_request is not None
-        text = self.services.text
+        text, rendered = self.services.text, prompt.rendered
         stream = self._stream = TokenStream(
             self.events,
             self.sink,
-            text.parser(self._render_request, rendered),
+            text.parser(prompt.request, rendered),
             rendered.markers,
             text.token_text,
             one_call=self.request.create.parallel_tool_calls is False,
@@ -229,9 +226,11 @@ class Turn:
         if self._steered:
             stream.stop_at_boundary()
         if self.cancelled or self._steered:
-            return _nothing(self.request.id, len(rendered.ids))
+            return nothing(self.request.id, len(rendered.ids))
         self._started = True
-        async with aclosing(self.services.worker.run(self._start(rendered), self._take(stream))) as frames:
+        session, deadline_ms = self.context.session, self._deadline.deadline_ms
+        start = start_turn(self.request, rendered, self.services, session=session, deadline_ms=deadline_ms)
+        async with aclosing(self.services.worker.run(start, self._take(stream))) as frames:
             async for frame in frames:
                 if type(frame) is Tokens:
                     if self._broken is not None:
@@ -242,7 +241,7 @@ class Turn:
                 elif type(frame) is Progress:
                     self._progress(frame)
                 elif type(frame) is Matched:
-                    self._matched(frame, rendered)
+                    self._matched(frame, prompt)
                 elif type(frame) is TurnFinished:
                     stream.finish()
                     self._ended(frame)
@@ -254,16 +253,11 @@ class Turn:
                     assert type(frame) is Saved
         raise TurnFailure("server_error", "the worker ended the turn without a result; retry")
 
-    def finish(self, rendered: Rendered, outcome: TurnFinished) -> StoredResponse:
+    def finish(self, prompt: Prompt, outcome: TurnFinished) -> StoredResponse:
         """Close the output, remember the exact ids, and build the row to store."""
-        stream, render_request = self._stream, self._render_request
+        stream = self._stream
         assert stream is not None
-        assert render_request is not None
-        reason = {"length": "max_output_tokens", "cancelled": "cancelled"}.get(outcome.reason)
-        if not self.cancelled and stream.enough and not stream.steered:
-            reason = None
-        elif not self.cancelled and (stream.steered or (self._steered and reason == "cancelled")):
-            reason = "steered"
+        reason = why_incomplete(outcome, stream, cancelled=self.cancelled, steered=self._steered)
         self._settled = True
         body = self.events.finished(
             usage=usage(
@@ -282,8 +276,8 @@ class Turn:
         if (
             len(generated) and stream.stop_sequence is None and not stream.steered
         ):  # what was cut off is no part of what the client sends back
-            self.services.text.learn(render_request, rendered, body.output, generated)
-        self.services.contexts.remember(render_request, rendered, generated)
+            self.services.text.learn(prompt.request, prompt.rendered, body.output, generated)
+        self.services.contexts.remember(prompt.request, prompt.rendered, generated, prompt.as_sent)
         log.info(
             "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
             body.id,
@@ -295,7 +289,7 @@ class Turn:
             len(generated),
             "-" if outcome.ttft_s is None else round(outcome.ttft_s * 1000, 1),
         )
-        return self._row(body, rendered, generated)
+        return stored_row(self.request, self.context, prompt, body, generated, self.events.cuts)
 
     def end(self) -> None:
         self.events.end()
@@ -309,57 +303,7 @@ class Turn:
         if self.request.store:
             self.services.endings.add(self.request.principal.id, self.events.body, self.events.cuts)
 
-    def _row(self, body: ResponseBody, rendered: Rendered, generated: np.ndarray) -> StoredResponse:
-        request, parent, render_request = self.request, self.context.parent, self._render_request
-        assert render_request is not None
-        return StoredResponse(
-            id=request.id,
-            principal=request.principal.id,
-            session=self.context.session,
-            parent=None if parent is None else parent.id,
-            model=request.model,
-            status=body.status,
-            created_at=float(request.created_at),
-            completed_at=time.time(),
-            instructions=request.create.instructions,
-            tools=self.context.inherited_tools or encode_body(request.tools_echo),
-            input=self.context.own,
-            output=body.output,
-            body=encode_body(body),
-            prompt_ids=rendered.ids.astype("<u4").tobytes(),
-            generated_ids=generated.tobytes(),
-            idempotency_key=request.idempotency_key,
-            request_digest=request.digest if request.idempotency_key is not None else None,
-            context_items=len(self.context.items),
-            own_tokens=first_words(render_request.items, rendered),
-            follows=self.context.follows,
-            conversation=request.conversation,
-            in_conversation=self.context.conversation,
-            stream=encode_cuts(self.events.cuts),
-        )
-
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _start(self, rendered: Rendered) -> StartTurn:
-        request, services = self.request, self.services
-        hello = services.worker.hello
-        room = None if hello is None else hello.max_context - len(rendered.ids)
-        asked_ms = request.options.ttft_deadline_ms
-        return StartTurn(
-            turn_id=request.id,
-            ids=rendered.ids.astype("<u4").tobytes(),
-            cuts=rendered.cuts,
-            markers=rendered.markers,
-            salt=request.principal.salt,
-            session=self.context.session,
-            sampling=request.sampling(services.config, room),
-            accepted_at=request.accepted_at,
-            deadline_s=self._deadline.deadline_ms / 1000,
-            on_miss="continue" if asked_ms is None else request.options.on_miss,
-            priority=request.options.priority,
-            generate=request.generate,
-            grammar=rendered.grammar,
-        )
 
     def _take(self, stream: TokenStream) -> Callable[[Tokens], bool]:
         """Tokens on their short way. What cannot be handled there (a full sink, an error) takes the long one."""
@@ -396,19 +340,18 @@ class Turn:
                 eta_ms=int(frame.eta_s * 1000),
             )
 
-    def _matched(self, frame: Matched, rendered: Rendered) -> None:
-        assert self._render_request is not None
+    def _matched(self, frame: Matched, prompt: Prompt) -> None:
         self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.predicted_ttft_s * 1000)))
         if self.request.options.events:
             report = None
             if frame.divergence is not None:
                 report = self.services.contexts.explain(
-                    self._render_request, rendered, frame.divergence, frame.cause, self.services.text.token_text
+                    prompt.request, prompt.rendered, frame.divergence, frame.cause, self.services.text.token_text
                 )
                 if report.cause == "appended":
                     # What it parts from is no context that the client knows: tokens that were generated and not delivered.
                     report = None
-            self.events.cache_report(**cache_report(frame, rendered, self.request, report))
+            self.events.cache_report(**cache_report(frame, prompt, self.request, self.services.contexts, report))
 
     def _ended(self, frame: TurnFinished | TurnFailed) -> None:
         metrics = self.services.metrics
@@ -429,19 +372,3 @@ class Turn:
 
     def _elapsed_ms(self) -> int:
         return int((time.monotonic() - self.request.accepted_at) * 1000)
-
-
-def _nothing(turn_id: str, prompt_tokens: int) -> TurnFinished:
-    return TurnFinished(
-        turn_id=turn_id,
-        reason="cancelled",
-        prompt_tokens=prompt_tokens,
-        output_tokens=0,
-        reused_tokens=0,
-        written_tokens=0,
-        queue_s=0.0,
-        restore_s=0.0,
-        prefill_s=0.0,
-        ttft_s=None,
-        decode_s=0.0,
-    )

@@ -210,7 +210,11 @@ def options_of(create: ResponseCreate, *, events_header: bool = False) -> TurnOp
     if create.agentserve is not None:
         chosen = create.agentserve
         return msgspec.structs.replace(chosen, events=True) if events_header else chosen
-    named = {k[len("agentserve.") :]: v for k, v in (create.metadata or {}).items() if k.startswith("agentserve.")}
+    named: dict[str, Any] = {
+        k[len("agentserve.") :]: v for k, v in (create.metadata or {}).items() if k.startswith("agentserve.")
+    }
+    if "normalise" in named:
+        named["normalise"] = [name for name in map(str.strip, named["normalise"].split(",")) if name]
     options = _guard(lambda: msgspec.convert(named, TurnOptions, strict=False), TurnOptions, "metadata.agentserve")
     return msgspec.structs.replace(options, events=True) if events_header else options
 

@@ -18,11 +18,16 @@ Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
 
+Normaliser = Literal["nonce_header", "dates", "tool_order"]
+"""What can be made the same in every turn, see normalise.py."""
+
+
 class TurnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `agentserve` object of a create body; the same keys work as strings in metadata ("agentserve.events": "1").
 
     It is ours alone, so a name that it does not have is a mistake and no other server's extension.
     ttft_deadline_ms: milliseconds from acceptance to the first generated token. priority: orders turns of equal slack.
+    normalise: None = what the server's settings say.
     """
 
     events: bool = False
@@ -31,6 +36,7 @@ class TurnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     retain: Literal["template", "all"] = "template"
     detach: bool = False
+    normalise: tuple[Normaliser, ...] | None = None
 
 
 class ReasoningConfig(Struct, frozen=True, kw_only=True):

@@ -156,6 +156,14 @@ class DivergencePart(Struct, frozen=True, kw_only=True):
     after: str | None = None
 
 
+class NormalisedPart(Struct, frozen=True, kw_only=True):
+    """names: what changed the context before the model saw it. saved_tokens: reused ones that could not have been reused
+    otherwise; None if the contexts that they come from are no longer in memory."""
+
+    names: tuple[str, ...]
+    saved_tokens: int | None
+
+
 class CacheReport(Event, frozen=True, kw_only=True, tag="agentserve.cache.report"):
     response_id: str
     prompt_tokens: int
@@ -164,6 +172,7 @@ class CacheReport(Event, frozen=True, kw_only=True, tag="agentserve.cache.report
     checkpoint: CheckpointUsed | None
     divergence: DivergencePart | None = None
     ignored_tools: tuple[str, ...] = ()
+    normalised: NormalisedPart | None = None
 
 
 class DeadlineReport(Event, frozen=True, kw_only=True, tag="agentserve.deadline"):

@@ -35,6 +35,11 @@ class _Told:
     request: RenderRequest
     rendered: Rendered
     ids: np.ndarray
+    as_sent: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + (0 if self.as_sent is None else self.as_sent.nbytes)
 
 
 class Contexts:
@@ -48,15 +53,36 @@ class Contexts:
         self._next = 0
         self._lock = threading.Lock()
 
-    def remember(self, request: RenderRequest, rendered: Rendered, generated: Sequence[int] | np.ndarray) -> None:
-        """A turn has ended: its prompt and what was generated."""
+    def remember(
+        self,
+        request: RenderRequest,
+        rendered: Rendered,
+        generated: Sequence[int] | np.ndarray,
+        as_sent: np.ndarray | None = None,
+    ) -> None:
+        """A turn has ended: its prompt and what was generated. as_sent: how the client began it, if otherwise (Prompt)."""
         ids = np.concatenate([rendered.ids, np.asarray(generated, np.uint32)])
         with self._lock:
-            self._told[self._next] = _Told(request, rendered, ids)
+            self._told[self._next] = _Told(request, rendered, ids, as_sent)
             self._next += 1
-            self._bytes += ids.nbytes
+            self._bytes += self._told[self._next - 1].nbytes
             while len(self._told) > self._contexts or (self._bytes > self._limit and len(self._told) > 1):
-                self._bytes -= self._told.popitem(last=False)[1].ids.nbytes
+                self._bytes -= self._told.popitem(last=False)[1].nbytes
+
+    def saved(self, salt: bytes, ids: np.ndarray, as_sent: np.ndarray, reused: int) -> int | None:
+        """Of `reused` tokens of a context, those that could not have been reused as the client sent it.
+
+        ids: of the context. as_sent: how it began as it was sent. None if no context in memory reaches as far as what was
+        reused, so that it is not known how that one had been sent.
+        """
+        if not reused:
+            return 0
+        with self._lock:
+            told = [t for t in self._told.values() if t.request.salt == salt]
+        if not any(_shared(t.ids, ids) >= reused for t in told):
+            return None
+        best = max(_shared(t.ids if t.as_sent is None else t.as_sent, as_sent) for t in told)
+        return 0 if best == len(as_sent) else max(0, reused - best)
 
     def explain(
         self,
