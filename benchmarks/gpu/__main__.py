@@ -53,7 +53,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on host memory where there is no GPU")
-    parser.add_argument("--dir", type=Path, help="checkpoints and state (default: /dev/shm if they fit, else /tmp)")
+    parser.add_argument("--dir", type=Path, help="checkpoints and state (default: /dev/shm or a disk with room)")
     parser.add_argument("--out", type=Path, help=f"gets every result line (default: {RESULTS.name}/ for full runs)")
     parser.add_argument("--limit-s", type=float, default=540.0, help="begin nothing that would end after this")
     parser.add_argument("--resident", type=int, nargs="+", help="per cent of the experts")
@@ -124,6 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if "table" in options.stages:
             summary.show(Console(width=160), results)
+            if options.out is not None:
+                with (options.out / "gpu_table.txt").open("w") as file:
+                    summary.show(Console(width=160, file=file), results)
     if failed:
         tell(f"failed: {'; '.join(failed)}")
     return 1 if failed else 0

@@ -116,7 +116,6 @@ class Arms:
             self._splits[arm] = MissSplit(self.rates, pool.bank.record.nbytes, pool.top_k, self.max_rows, mode)
         pool.split = self._splits[arm]
         pool._tables.clear()
-        pool._current = None
         self.overlap("no overlap" not in arm)
 
     def chosen(self, rows: int) -> str:

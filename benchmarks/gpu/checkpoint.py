@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,17 +44,25 @@ def programmed_trace(shape: Shape) -> Trace:
     )
 
 
-def place_for(shape: Shape, wanted: Path | None, temporary: Path = Path("/tmp")) -> Path:
-    """Where the files go: as asked for, or memory (/dev/shm) if they and the bank fit there twice, else `temporary`."""
+def place_for(shape: Shape, wanted: Path | None, memory: Path = Path("/dev/shm"), disks: Sequence[Path] | None = None) -> Path:
+    """Where the files go: as asked for, or where they are already; else into `memory` if there is room for them and the bank
+    as well, else on the first of `disks` (/tmp, /var/tmp, .scratch here) with room.
+
+    Raises OSError if there is none.
+    """
     if wanted is not None:
         return wanted
-    name, needed = f"agentserve-bench-{shape.layers}x{shape.experts}", file_bytes(shape)
-    memory = Path("/dev/shm")
-    if memory.is_dir() and (memory / name).is_dir():
-        return memory / name
-    if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * needed and _available() > 2.5 * needed:
-        return memory / name
-    return temporary / name
+    disks = (Path("/tmp"), Path("/var/tmp"), Path.cwd()) if disks is None else disks
+    name, needed = f".scratch/agentserve-bench-{shape.layers}x{shape.experts}", 1.05 * file_bytes(shape)
+    roomy = []
+    for place in (memory, *disks):
+        if (place / name).is_dir():
+            return place / name
+        if place.is_dir() and shutil.disk_usage(place).free > needed and (place != memory or _available() > 2.5 * needed):
+            roomy.append(place / name)
+    if not roomy:
+        raise OSError(f"{needed / 1e9:.0f} GB are needed, and none of {', '.join(map(str, disks))} has room; name a --dir")
+    return roomy[0]
 
 
 def _available() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -137,7 +138,10 @@ def _decode_rows(line: Mapping[str, Any], rates: Mapping[str, Any] | None) -> It
         counts = batch == 1 and (arm == "auto" or where[1] == 100)
         goal, met = judged(rate["median"], GOALS.get(("decode", where[1])) if counts else None)
         name = f"decode {arm}, {batch} at once, tokens/s" if batch > 1 else f"decode {arm}, tokens/s"
-        hits = f"; {about['hit_rate']:.0%} hits" if arm != "resident" else ""
+        hits = ""
+        if arm != "resident":
+            best = f" (LRU {figures['lru_hit_rate']:.0%}, optimum {figures['belady_hit_rate']:.0%})"
+            hits = f"; {about['hit_rate']:.0%} hits{best if batch == 1 else ''}"
         yield Row(name, *where, f"{rate['median']:.1f}", _between(rate, ".1f") + hits, floor, goal, met)
         if arm == "resident" and batch == 1 and rates is not None:
             yield from _layer_rows(line, about, rates)
@@ -197,7 +201,14 @@ def _between(value: Mapping[str, float], form: str) -> str:
 
 def show(console: Console, results: Results) -> int:
     """Print the table. Returns how many goals were missed."""
-    table = Table(caption="floor: bytes ÷ measured bandwidth, perfectly overlapped; p10 … p90 beside each median")
+    rates = results.find("calibrate")
+    if rates is not None:
+        gb = {key: value / 1000 for key, value in rates.items() if key.endswith("_mbs")}
+        console.print(
+            f"GB/s: link {gb['copy_mbs']:.1f} by copy engine, {gb['link_mbs']:.1f} by kernels; CPU {gb['cpu_mbs']:.1f}; "
+            f"together {gb['both_link_mbs']:.1f} + {gb['both_cpu_mbs']:.1f}; device memory {gb['hbm_mbs']:.0f}"
+        )
+    table = Table(caption="floor: bytes ÷ measured bandwidth, perfectly overlapped; p10 … p90 beside each median", box=SIMPLE)
     table.add_column("what", no_wrap=True)
     for name in ("variant", "resident"):
         table.add_column(name)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks.gpu import summary
 from benchmarks.gpu.__main__ import MORE_TO_DO, main
@@ -61,6 +62,7 @@ def test_stages_run_and_are_not_run_again(directory, tmp_path, capsys):
     assert "decode auto, tokens/s" in capsys.readouterr().out
     assert main(command) == 0
     assert lines_of(directory) == first
+    assert "decode auto, tokens/s" in (tmp_path / "gpu_table.txt").read_text()
     assert [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == first
     for line in first:
         figures = line["figures"]
@@ -234,7 +236,7 @@ def test_nothing_begins_that_would_end_too_late(tmp_path):
     assert not results.room()
 
 
-RATES = {"hbm_mbs": 4000, "both_link_mbs": 50, "both_cpu_mbs": 60, "copy_mbs": 55_000}
+RATES = {"hbm_mbs": 4000, "link_mbs": 60, "cpu_mbs": 70, "both_link_mbs": 50, "both_cpu_mbs": 60, "copy_mbs": 55_000}
 
 
 def spread(value: float) -> dict[str, float]:
@@ -256,7 +258,8 @@ def test_goals_and_ratios_of_the_table(tmp_path):
         for arm, rate in rates.items()
     }
     where = {"variant": "random", "resident": 25, "layers": 20}
-    results.add("decode", {**where, "batch": 1}, {"arms": arms, "dense_bytes": 10, "routed_bytes": 1000})
+    hits = {"lru_hit_rate": 0.25, "belady_hit_rate": 0.61}
+    results.add("decode", {**where, "batch": 1}, {"arms": arms, "dense_bytes": 10, "routed_bytes": 1000, **hits})
     ttft = {"ttft_s": spread(0.3), "layers_by_way": {}}
     results.add("suffix", where, {"restored 64": ttft, "restored 1024": ttft})
     state = {"memory_gb_s": spread(43.9), "file_gb_s": spread(3.0)}
@@ -264,6 +267,7 @@ def test_goals_and_ratios_of_the_table(tmp_path):
     by_name = {row.what: row for row in summary.rows(results)}
     assert (by_name["decode auto, tokens/s"].goal, by_name["decode auto, tokens/s"].met) == ("≥ 110", False)
     assert by_name["decode hybrid, tokens/s"].met is None
+    assert by_name["decode hybrid, tokens/s"].spread == "112.0 … 112.0; 25% hits (LRU 25%, optimum 61%)"
     assert (by_name["hybrid without fall-back ÷ fetch"].figure, by_name["hybrid without fall-back ÷ fetch"].met) == (
         "2.24",
         True,
@@ -272,6 +276,7 @@ def test_goals_and_ratios_of_the_table(tmp_path):
     assert by_name["with fall-back ÷ better pure way, 1 at once"].met is True
     assert by_name["first token, restored 64 tokens, s"].met is False
     assert by_name["first token, restored 1024 tokens, s"].met is True
+    assert summary.show(Console(quiet=True), results) == 3
     restored = by_name["restore 65536 tokens from memory, GB/s"]
     assert (restored.floor, restored.goal, restored.met) == ("55.0", "≥ 44.0", False)
 

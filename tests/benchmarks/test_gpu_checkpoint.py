@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,26 @@ def test_a_disk_that_is_too_small_is_an_error_before_anything_is_written(tmp_pat
     with pytest.raises(OSError, match=r"are to be written, 0\.0 GB are free"):
         make(TINY, tmp_path, CPU)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_files_go_where_there_is_room_and_stay_where_they_are(tmp_path, monkeypatch):
+    memory, small, large = tmp_path / "memory", tmp_path / "small", tmp_path / "large"
+    free = {memory: 10**9, small: 10**3, large: 10**9}
+    for place in free:
+        place.mkdir()
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free[path]}))
+    monkeypatch.setattr(checkpoint, "_available", lambda: 10**9)
+    where = partial(checkpoint.place_for, TINY, None, memory, (small, large))
+    assert where().is_relative_to(memory)
+    monkeypatch.setattr(checkpoint, "_available", lambda: 0)
+    assert where().is_relative_to(large)
+    where().mkdir(parents=True)
+    free[large] = 0
+    assert where().is_relative_to(large)
+    where().rmdir()
+    with pytest.raises(OSError, match=r"none of .*small, .*large has room; name a --dir"):
+        where()
+    assert checkpoint.place_for(TINY, small, memory, (large,)) == small
 
 
 def test_half_of_qwen36_is_what_was_published():
