@@ -63,7 +63,9 @@ def calibrate(
             bank = measuring.synthetic_bank(record, memory_mb << 20)
             bank.pin(device, None, lambda fraction, what: None)
             try:
-                rates = measuring.measure(device, ops, bank, device, seconds, lambda what: typer.echo(f"  measuring {what}"))
+                rates = measuring.measure(
+                    device, ops, bank, HostDevice(), seconds, lambda what: typer.echo(f"  measuring {what}")
+                )
             finally:
                 bank.unpin(device)
             measured = asdict(rates)

@@ -52,6 +52,10 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device: ...
 
+    def adopt(self) -> None:
+        """What the calling thread tells torch from now on is MAIN's work. Cheap where it is already."""
+        ...
+
     def memory(self) -> DeviceMemory: ...
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

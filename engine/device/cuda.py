@@ -37,6 +37,10 @@ class CudaDevice:
         torch.cuda.set_stream(self._main)
         self._pool = None
 
+    def adopt(self) -> None:
+        if torch.cuda.current_stream(self.torch_device) != self._main:
+            torch.cuda.set_stream(self._main)
+
     def memory(self) -> DeviceMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)

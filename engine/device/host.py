@@ -34,6 +34,9 @@ class HostDevice:
         self._marks = 0
         self.replays = 0
 
+    def adopt(self) -> None:
+        pass
+
     def memory(self) -> DeviceMemory:
         free = Machine.here().available_bytes // 2 if self._memory_bytes is None else self._memory_bytes
         return DeviceMemory(free, free)

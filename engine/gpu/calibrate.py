@@ -115,7 +115,11 @@ def measure_cpu(side: CpuSide, seconds: float = SECONDS) -> CpuRates:
 def measure(
     device: Device, ops: ModuleType, bank: HostBank, host: Device, seconds: float = SECONDS, tell: Tell = lambda what: None
 ) -> Rates:
-    """Everything. bank: pinned at least in part. host: where the mailbox of this measurement lies. Raises DeviceError."""
+    """Everything. bank: pinned at least in part. Raises DeviceError.
+
+    host: where the mailbox of this measurement lies: host memory, since here the asking is Python's, and must not wait for the
+    device.
+    """
     record, count = bank.record.nbytes, min(bank.pinned_rows, 64)
     if count < 1:
         raise DeviceError("no expert is pinned, so the link cannot be measured")

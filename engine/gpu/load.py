@@ -14,6 +14,7 @@ import torch
 from engine import budget
 from engine.config import EngineConfig, Machine
 from engine.device.base import Device
+from engine.device.host import HostDevice
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
 from engine.gpu import calibrate
 from engine.gpu.experts import ExpertPool
@@ -52,8 +53,6 @@ class PlacedModel:
 def open_device(config: EngineConfig) -> Device:
     """Raises Unsupported if there is none."""
     if config.host_device:
-        from engine.device.host import HostDevice
-
         return HostDevice(config.host_seed, config.vram_bytes)
     from engine.device.cuda import CudaDevice
 
@@ -171,7 +170,7 @@ def find_rates(device: Device, ops: ModuleType, bank: HostBank, config: EngineCo
     if known is not None:
         return known
     try:
-        rates = calibrate.measure(device, ops, bank, device, QUICK_SECONDS)
+        rates = calibrate.measure(device, ops, bank, HostDevice(), QUICK_SECONDS)
     except DeviceError as error:
         log.warning("rates could not be measured and are assumed reason=%s", error)
         return ASSUMED

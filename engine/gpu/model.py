@@ -108,6 +108,7 @@ class GpuModel:
         return out
 
     def _bind(self, kv: KvPools, states: RecurrentPools) -> None:
+        self.device.adopt()  # the thread that steps may not be the one that loaded
         if self._pools is not None and self._pools[0] is kv and self._pools[1] is states:
             return
         self._pools = (kv, states)
@@ -224,6 +225,7 @@ class GpuPass:
         self._begun = False
 
     def advance(self) -> torch.Tensor | None:
+        self._model.device.adopt()
         try:
             if not self._begun and self._experts is not None:
                 self._experts.begin(self._tokens)

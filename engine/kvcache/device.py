@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.budget import kv_token_bytes, state_row_bytes
+from engine.errors import OutOfDeviceMemory
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.models.base import ModelSpec
@@ -97,3 +99,15 @@ class DeviceRecurrentPools(RecurrentPools):
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
         self._rows[name][row].copy_(torch.from_numpy(np.array(source)))
+
+
+def device_pools(
+    spec: ModelSpec, pages: int, page_size: int, rows: int, device: torch.device
+) -> tuple[DeviceKvPools, DeviceRecurrentPools]:
+    """Both. Raises OutOfDeviceMemory."""
+    try:
+        return DeviceKvPools(spec, pages, page_size, device), DeviceRecurrentPools(spec, rows, device)
+    except torch.OutOfMemoryError as error:
+        needed = pages * page_size * kv_token_bytes(spec) + rows * state_row_bytes(spec)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        raise OutOfDeviceMemory(f"{pages} KV pages and {rows} recurrent rows", needed, free) from error

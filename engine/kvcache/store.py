@@ -19,7 +19,7 @@ import torch
 
 from engine.errors import OutOfPages, OutOfRows, UnknownHold
 from engine.kvcache.allocator import RefAllocator
-from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools
+from engine.kvcache.device import device_pools
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.kvcache.table import PageTable
@@ -59,9 +59,10 @@ class StateStore:
         self.page_size = page_size
         self.recurrent = bool(spec.delta_layers)
         rows = rows if self.recurrent else 0
-        on_host = device is None
-        self.kv = KvPools(spec, pages, page_size) if on_host else DeviceKvPools(spec, pages, page_size, device)
-        self.states = RecurrentPools(spec, rows) if on_host else DeviceRecurrentPools(spec, rows, device)
+        if device is None:
+            self.kv, self.states = KvPools(spec, pages, page_size), RecurrentPools(spec, rows)
+        else:
+            self.kv, self.states = device_pools(spec, pages, page_size, rows, device)
         self.pages = RefAllocator(pages, OutOfPages)
         self.rows = RefAllocator(rows, OutOfRows)
         self.holds: dict[HoldId, Held] = {}

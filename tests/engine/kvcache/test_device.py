@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import OutOfDeviceMemory
 from engine.kvcache import device
 from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools
 from engine.kvcache.pool import KvPools
@@ -75,3 +76,12 @@ def test_recurrent_rows_are_those_of_the_cpu_pools():
     assert all(np.array_equal(pools.read(0)[name], state[name]) for name in state)
     pools.fill(np.array([2], dtype=np.int32), float("nan"))
     assert all(pool[2].isnan().all() and not pool[0].isnan().any() for pool in (*pools.delta, *pools.conv))
+
+
+def test_a_device_without_room_for_the_state_is_an_error_with_numbers(monkeypatch):
+    def refuse(*shape, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device.torch, "zeros", refuse)
+    with pytest.raises(OutOfDeviceMemory, match=r"9 KV pages and 2 recurrent rows: needs"):
+        device.device_pools(make_spec(), PAGES, PAGE, 2, HERE)
