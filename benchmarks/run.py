@@ -23,6 +23,7 @@ BENCHMARKS = (
     "cache_cost",
     "compression",
     "reuse_scenarios",
+    "routing",
     "strict_output",
 )
 

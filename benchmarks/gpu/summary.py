@@ -143,6 +143,9 @@ def _decode_rows(line: Mapping[str, Any], rates: Mapping[str, Any] | None) -> It
             best = f" (LRU {figures['lru_hit_rate']:.0%}, optimum {figures['belady_hit_rate']:.0%})"
             hits = f"; {about['hit_rate']:.0%} hits{best if batch == 1 else ''}"
         yield Row(name, *where, f"{rate['median']:.1f}", _between(rate, ".1f") + hits, floor, goal, met)
+        if batch == 1 and arm in ("auto", "resident"):
+            gap = about["gap_ms"]
+            yield Row(f"decode {arm}, ms between tokens", *where, f"{gap['p50']:.2f}", f"p99 {gap['p99']:.2f}")
         if arm == "resident" and batch == 1 and rates is not None:
             yield from _layer_rows(line, about, rates)
     if "hybrid" in arms:

@@ -91,6 +91,26 @@ def test_a_stopped_run_goes_on_and_leaves_no_half_file(tmp_path, monkeypatch):
     walk(tmp_path / "programmed", "cpu", 0, 3)
 
 
+def test_large_tensors_are_made_and_written_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE_BYTES", 100)
+    planned = files.normal(1, 1.0, CPU, 7, 3, 5)
+    pieces = list(planned.pieces())
+    assert [len(piece) for piece in pieces] == [3, 3, 1]
+    ones = files.whole(lambda: torch.ones(4, 3), 4, 3, dtype=torch.float32)
+    files.write(tmp_path / "model.safetensors", {"a": planned, "b": ones, "c": planned})
+    reader = CheckpointReader(tmp_path)
+    for name in ("a", "c"):
+        assert torch.equal(reader.tensor(name), torch.cat(pieces))
+    assert torch.equal(reader.tensor("b"), torch.ones(4, 3))
+
+
+def test_pieces_of_another_size_leave_no_file(tmp_path):
+    short = files.Planned(torch.bfloat16, (4, 2), lambda: iter([torch.ones(3, 2, dtype=torch.bfloat16)]))
+    with pytest.raises(ValueError, match="x: 12 bytes were made of 16"):
+        files.write(tmp_path / "model.safetensors", {"x": short})
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def test_another_shape_in_the_same_place_is_refused(directory):
     with pytest.raises(ValueError, match="another shape"):
         make(HALF_QWEN36, directory, CPU)
