@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from engine.moe.banks import ExpertBank
 log = logging.getLogger(__name__)
 
 PAGE = 4096
+_NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap names from Python 3.13 on
 PIN_STEP_BYTES = 1 << 30
 """Pinned at a time, for progress: the driver takes about 0.6 s for a gigabyte."""
 Progress = Callable[[float, str], None]
@@ -57,7 +59,9 @@ class HostBank:
         self.record = record
         self.rows = 0
         self.pinned_rows = 0
-        self._mapping = mmap.mmap(-1, max(1, capacity) * record.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Not reserved: capacity also counts experts that are never read, and a virtual machine may grow only as it is filled.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if sys.platform == "linux" else 0)
+        self._mapping = mmap.mmap(-1, max(1, capacity) * record.nbytes, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8).view(-1, record.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,12 @@ def test_a_discarded_bank_takes_no_memory():
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/meminfo")
+def test_room_for_experts_that_never_come_costs_nothing():
+    memory = int(next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line).split()[1]) << 10
+    record = Record(2048, 512, torch.bfloat16)
+    bank = HostBank(2 * memory // record.nbytes, record)
+    bank.layer(2, 512, 2048, torch.bfloat16).gate_up.fill_(1)
+    assert bank.bytes.shape == (2, record.nbytes)
