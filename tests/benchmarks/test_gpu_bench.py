@@ -28,6 +28,7 @@ from benchmarks.gpu.results import Results
 from benchmarks.routing.policies import SlotCache, replay
 from benchmarks.routing.trace import Trace
 from engine.device.tape import Lane, Tape
+from engine.engine import Engine
 from engine.errors import DeviceError
 from engine.kernels import cpu
 from engine.moe.cost import ASSUMED
@@ -112,6 +113,18 @@ def test_an_engine_leaves_no_slots_behind(directory):
             Player(running.engine).run([1, 2, 3], 2)
             del running
     one.close()
+
+
+def test_slots_shrink_by_a_quarter_and_grow_again(directory, capsys, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(Engine, "resize_experts", lambda self, slots: asked.append(slots), raising=False)
+    command = ["resize", "--tiny", "--dir", str(directory), "--threads", "1", "--resident", "50", "--repeats", "2"]
+    assert main([*command, "--variants", "programmed"]) == 0
+    slots = TINY.layers * TINY.experts // 2
+    assert asked == [slots * 3 // 4, slots] * 2 + [slots]
+    (line,) = [line for line in lines_of(directory) if line["stage"] == "resize"]
+    assert line["figures"]["walked_right"] is True
+    assert line["figures"]["worst_gap_ms"]["n"] == 4
 
 
 def test_an_unknown_stage_is_refused_by_name(capsys):
