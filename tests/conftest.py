@@ -48,7 +48,8 @@ def _missing(marker: str) -> str | None:
         found = glob.glob("/usr/lib/postgresql/*/bin/initdb") or shutil.which("initdb")
         return None if found else "needs PostgreSQL server binaries (initdb)"
     if marker == "clients":
-        absent = [m for m in ("anthropic", "openai", "agents", "mcp") if importlib.util.find_spec(m) is None]
+        wanted = ("anthropic", "openai", "agents", "mcp", "langgraph", "langchain_openai")
+        absent = [m for m in wanted if importlib.util.find_spec(m) is None]
         return f"needs client packages: {', '.join(absent)}" if absent else None
     return None
 

@@ -40,35 +40,6 @@ def test_the_agents_sdk_streams_over_a_websocket(server: PrivateServer) -> None:
     assert "24" in output.splitlines()[-1], "the answer names the temperature that the tool gave"
 
 
-@pytest.mark.parametrize("websocket", [True, False])
-async def test_the_agents_sdk_runs_without_streaming(server: PrivateServer, websocket: bool) -> None:
-    from agents import Agent, ModelSettings, RunConfig, Runner, function_tool, set_tracing_disabled
-    from agents.models.openai_provider import OpenAIProvider
-
-    set_tracing_disabled(True)
-    asked: list[str] = []
-
-    @function_tool
-    def get_weather(city: str) -> str:
-        """Get the current weather of a city."""
-        asked.append(city)
-        return '{"condition": "cloudy", "temperature_c": 17}'
-
-    provider = OpenAIProvider(
-        api_key=server.target.token,
-        base_url=server.target.url + "/v1",
-        use_responses=True,
-        use_responses_websocket=websocket,
-    )
-    agent = Agent(name="A", model="demo", tools=[get_weather], model_settings=ModelSettings(temperature=0.0))
-    result = await Runner.run(
-        agent, "What is the weather in Madrid?", run_config=RunConfig(model_provider=provider), auto_previous_response_id=True
-    )
-    assert asked == ["Madrid"]
-    assert "17" in str(result.final_output)
-    await provider.aclose()
-
-
 def test_an_mcp_servers_tools_reach_the_session(server: PrivateServer) -> None:
     question = "What is the status of order A-1041?"
     output = run_example(server, "examples/mcp_bridge.py", question, "--", sys.executable, "examples/mcp_server.py")
