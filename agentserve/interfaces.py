@@ -23,6 +23,7 @@ from agentserve.worker.messages import (
     Progress,
     Saved,
     StartTurn,
+    Tiers,
     Tokens,
     TurnFailed,
     TurnFinished,
@@ -292,6 +293,10 @@ class Worker(Protocol):
     async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]: ...
 
     async def pin(self, session: str, checkpoint: str, pinned: bool) -> tuple[CheckpointRow, ...] | None: ...
+
+    async def tiers(self, *, ram_bytes: int | None = None, disk_bytes: int | None = None) -> Tiers | None:
+        """What the tiers hold, after their budgets were changed (None = not). None: no worker answers."""
+        ...
 
     def forget(self, session: str) -> None: ...
 

@@ -34,6 +34,9 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 """Addresses that mean every interface; browsers take some of them for this machine, so they are no good Host."""
 
+OWNER = "default"
+"""The principal of the server's own token; of everybody where none is asked for."""
+
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w-]+(?:\.[\w-]+)*)\.?)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
 
 
@@ -77,12 +80,12 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
             raise ConfigError(f"cannot use token file {path}: {exc.strerror}") from exc
         if not token:
             raise ConfigError(f"token file {path} is empty; delete it and a new token is made")
-    for name, value in [("default", token), *config.tokens.items()]:
+    for name, value in [(OWNER, token), *config.tokens.items()]:
         if not (value.isascii() and value.isprintable() and " " not in value):
             raise ConfigError(f"the token of '{name}' cannot stand in a header; accepted: printable ASCII without spaces")
     if len(set(config.tokens.values()) | {token}) != len(config.tokens) + 1:
         raise ConfigError("two principals have the same token")
-    return Tokens([("default", token), *config.tokens.items()]), fresh
+    return Tokens([(OWNER, token), *config.tokens.items()]), fresh
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -137,7 +140,7 @@ class Guard:
         if scope["type"] == "websocket" and not self._config.websocket:
             raise UpgradeRequired("WebSocket is switched off here; use HTTP", "upgrade")
         if self._tokens is None:
-            return principal_named("default")
+            return principal_named(OWNER)
         token = _token(headers)
         if token is not None and (owner := self._tokens.owner(token)) is not None:
             return owner

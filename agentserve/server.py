@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
 from agentserve import health
+from agentserve.cache_admin import CacheApi
 from agentserve.compaction import compact
 from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
@@ -213,6 +214,7 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
         Route("/v1/models/{id:path}", api.model, methods=["GET"]),
         *ConversationsApi(api.services).routes(),
         *SessionsApi(api.services).routes(),
+        *CacheApi(api.services).routes(),
         Route("/healthz", api.healthz, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from statecache.policy import KIND_WEIGHT, Policy, better_kind
 from statecache.types import Boundary, BoundaryKind, MarkerTable
 
@@ -116,3 +118,17 @@ class GeneratedBoundaries:
             self._thinking = True
             return Boundary(before, BoundaryKind.THINK_OPEN)
         return None
+
+
+TAIL_TOKENS = 32
+"""A template opens thinking among the last tokens of a prompt or not at all."""
+
+
+def thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:
+    """Whether the prompt ends inside thinking that its template opened: the last marker of its tail opens one."""
+    for token in reversed(ids[-TAIL_TOKENS:].tolist()):
+        if token in markers.think_open:
+            return True
+        if token in markers.think_close or token in markers.turn_end:
+            return False
+    return False

@@ -57,11 +57,30 @@ class SavedStates:
         self.writer = writer
         self.ledger = ledger
         self._held = held
+        self.ladder_tokens = cache.policy.ladder_tokens
+        self.others_bytes = 0
+        """Of other models on the same disk, which share the budget."""
 
     def want(self, checkpoint_ids: Sequence[str]) -> None:
         """These should outlive the process. Returns at once."""
         if self.writer is not None:
             self.writer.want(checkpoint_ids)
+
+    def set_budgets(self, ram_bytes: int | None, disk_bytes: int | None) -> str:
+        """Change them until the process ends (None = as it is); cache.trim() then evicts what is over. Why not, or nothing.
+
+        disk_bytes: of all models together, as in DiskSettings.
+        """
+        if disk_bytes is not None:
+            if self.writer is None:
+                return "there is no disk tier: it was switched off or could not be used when the server started"
+            self.cache.set_budget("disk", max(0, disk_bytes - self.others_bytes))
+        if ram_bytes is not None:
+            self.cache.set_budget("ram", ram_bytes)
+            if self.writer is not None:
+                ladder_tokens = fitting_ladder(self.ladder_tokens, ram_bytes, self.cache.layout)
+                self.cache.policy = replace(self.cache.policy, ladder_tokens=ladder_tokens)
+        return ""
 
     def on_written(self, call: Callable[[], None]) -> None:
         """call(): from the writing thread, whenever it has nothing left to write."""
@@ -101,6 +120,7 @@ def open_states(
     """
     tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes)]
     held: Claim | None = None
+    budget = 0
     if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
         try:
             folder = folder_of(disk.root, namespace)
@@ -110,8 +130,9 @@ def open_states(
             tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes))
         except (OSError, TierFailed) as error:
             log.warning("no saved states on disk: %s", error)
+    policy = policy or Policy()
+    ladder_tokens = policy.ladder_tokens
     if len(tiers) > 1:
-        policy = policy or Policy()
         policy = replace(policy, ladder_tokens=fitting_ladder(policy.ladder_tokens, ram_bytes, layout))
     cache = StateCache(
         namespace,
@@ -136,7 +157,9 @@ def open_states(
         log.warning("saved states on disk were not read: %s", error)
     after_copy = (lambda: None) if ledger is None else _AfterCopy(cache, ledger)
     writer = Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock, after_copy=after_copy)
-    return SavedStates(cache, writer, held, ledger)
+    states = SavedStates(cache, writer, held, ledger)
+    states.ladder_tokens, states.others_bytes = ladder_tokens, disk.budget_bytes - budget
+    return states
 
 
 class _AfterCopy:

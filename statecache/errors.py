@@ -44,5 +44,9 @@ class SegmentBad(TierError):
         self.reason = reason
 
 
+class ReadStopped(TierError):
+    """Somebody else needs the medium more, or nobody needs the bytes any more."""
+
+
 class Collision(TierError):
     """A block key names another path already. Nothing is stored under it; the new path simply is not kept."""

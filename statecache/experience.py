@@ -68,6 +68,10 @@ class Experience:
         if distance >= 1:
             self._group(group).saw(distance)
 
+    def go_on_with(self, policy: Policy) -> None:
+        """The configured policy has changed; what was learned stays."""
+        self._policy = policy
+
     def policy(self, group: bytes) -> Policy:
         """The policy with the shadows that suit a group."""
         known = self._groups.get(group)

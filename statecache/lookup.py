@@ -91,7 +91,7 @@ class Lookup:
                 match.record.in_use -= 1
             match.record = None
 
-    def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload:
+    def read_match(self, match: Match, kv_out: np.ndarray | None, stop: Callable[[], bool] | None) -> Payload:
         """See Match.read."""
         while True:
             record = match.record
@@ -100,6 +100,8 @@ class Lookup:
                     raise RuntimeError("read() of a released match")
                 return Payload(0, (), {}, None)
             if match.resident is not None and self._kept.device is not None:
+                if stop is not None:
+                    return Payload(0, (), {}, None)
                 return _into(kv_out, self._kept.device.read(match.resident))
             with self._lock:
                 shelf = self._kept.shelf_of(record)
@@ -110,7 +112,7 @@ class Lookup:
                     self._fall_back(match, record)
                 continue
             try:
-                return shelf.read(record, path, kv_out)
+                return shelf.read(record, path, kv_out, stop=stop)
             except SegmentBad as error:
                 with self._lock:
                     self._kept.quarantine(shelf, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from statecache.types import BoundaryKind, Divergence, Payload, TierName
 class Owner(Protocol):
     """The store, as its matches see it."""
 
-    def read_match(self, match: Match, kv_out: np.ndarray | None) -> Payload: ...
+    def read_match(self, match: Match, kv_out: np.ndarray | None, stop: Callable[[], bool] | None) -> Payload: ...
     def release_match(self, match: Match) -> None: ...
 
 
@@ -42,14 +43,17 @@ class Match:
         self.nbytes = 0
         """Bytes that a restore copies; 0 on the device."""
 
-    def read(self, kv_out: np.ndarray | None = None) -> Payload:
+    def read(self, kv_out: np.ndarray | None = None, *, stop: Callable[[], bool] | None = None) -> Payload:
         """The checkpoint's bytes, verified. Arrays are read-only and valid after release().
 
         kv_out: uint8 [≥ position, kv_token_bytes] to read the KV rows into; the payload then has one run, a view of it. Without
         it there is one run per stored extent. A bad component quarantines the checkpoint and the next shorter one is read
         instead; when none is left the payload is empty at position 0. So look at `payload.position`.
+
+        stop: for threads other than the engine's. Asked between segments; once it says True ReadStopped is raised. A shorter
+        checkpoint in the engine's pools is not read there: the payload is empty and `resident` says where it is.
         """
-        return self._owner.read_match(self, kv_out)
+        return self._owner.read_match(self, kv_out, stop)
 
     def release(self) -> None:
         """Unpin. Does nothing the second time."""

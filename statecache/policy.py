@@ -61,6 +61,25 @@ class Policy:
     durable_ends: int = 3
 
 
+LOOK_AGAIN_US = 20_000
+WRITES_FIRST_US = 2_000_000
+"""So long a prefetch waits for saved states that are being written. They are never all written on a busy server."""
+
+
+def prefetch_pause_us(*, restoring: bool, writing: bool, waited_us: int, read_us: int, since_us: int) -> int:
+    """Microseconds until an expected checkpoint may be read from disk, 0 = now. It may never come, so others go first.
+
+    restoring: a turn waits for the disk. writing: states are being written there. waited_us: since it was asked for. read_us,
+    since_us: what the last prefetch took and when it ended: at most half of the time is spent on guesses.
+    """
+    if restoring:
+        return LOOK_AGAIN_US
+    rest = max(0, read_us - since_us)
+    if writing and waited_us < WRITES_FIRST_US:
+        rest = max(rest, min(LOOK_AGAIN_US, WRITES_FIRST_US - waited_us))
+    return rest
+
+
 COPIED_BYTES_PER_US = 1000
 """From the engine's pools to the memory tier: about a gigabyte per second, in blocks, read once and written twice."""
 

@@ -1,4 +1,4 @@
-"""Brings checkpoints from disk to memory before their turn comes, one at a time, on a thread of its own.
+"""Brings checkpoints from disk to memory before their turn comes, one at a time; reader.py says when.
 
 An agent that connects, or names the response it goes on from, will soon ask for what was saved of that session. Nothing waits
 for it here: reading and splitting happen outside of the cache's lock, and what is put into memory is put there without another
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from statecache.errors import TierError
+from statecache.errors import ReadStopped, TierError
 from statecache.store import StateCache
 from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
 
@@ -28,86 +30,88 @@ MOST_EXPECTED = 1024
 class _Wanted:
     tokens: np.ndarray
     salt: bytes
+    since: float
     cancelled: bool = False
 
 
 class Prefetcher:
     """key: whoever expects something, such as a socket; it expects one thing at a time."""
 
-    def __init__(self, cache: StateCache) -> None:
+    def __init__(self, cache: StateCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
+        self._clock = clock
         self._waiting: OrderedDict[str, _Wanted] = OrderedDict()
         self._running: tuple[str, _Wanted] | None = None
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._stop = False
-        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.reads: str | None = None
+        """Id of the checkpoint that is being read."""
+        self.on_wanted: Callable[[], None] = lambda: None
+
+    @property
+    def waited_s(self) -> float | None:
+        """For how long the next one has waited; None when nothing is wanted."""
+        with self._lock:
+            first = next(iter(self._waiting.values()), None)
+        return None if first is None else self._clock() - first.since
 
     def expect(self, key: str, tokens: np.ndarray, salt: bytes) -> None:
         """A turn whose context begins like `tokens` will come. Returns at once; what is in memory is only protected."""
         if not self._cache.expect(tokens, salt, EXPECTED_S):
             return
         with self._lock:
-            if self._stop:
+            if self._closed:
                 return
-            self._waiting[key] = _Wanted(tokens, salt)
+            self._waiting[key] = _Wanted(tokens, salt, self._clock())
             while len(self._waiting) > MOST_EXPECTED:
                 self._waiting.popitem(last=False)
-        self._wake.set()
+        self.on_wanted()
 
     def cancel(self, key: str) -> None:
-        """It does not expect anything any more. What is being read for it is not kept."""
+        """It does not expect anything any more. What is being read for it is given up."""
         with self._lock:
             self._waiting.pop(key, None)
             if self._running is not None and self._running[0] == key:
                 self._running[1].cancelled = True
 
-    def start(self) -> None:
-        """Begin to work in the background; close() ends it."""
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
     def close(self) -> None:
-        """What is being read is given up."""
+        """Nothing is wanted any more, and what is being read is given up."""
         with self._lock:
-            self._stop = True
+            self._closed = True
             self._waiting.clear()
             if self._running is not None:
                 self._running[1].cancelled = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
 
-    def work(self) -> bool:
-        """Bring one. False: nothing is wanted."""
+    def work(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Bring one. stop: it has to give way; it is tried again later. False: nothing is wanted."""
         with self._lock:
             if not self._waiting:
                 return False
             self._running = self._waiting.popitem(last=False)
-            wanted = self._running[1]
+            key, wanted = self._running
+        again = False
         try:
-            self._bring(wanted)
+            self._bring(wanted, stop)
+        except ReadStopped:
+            again = not wanted.cancelled
         except TierError as error:
             log.info("checkpoint not prefetched reason=%s", error)
         except Exception:
             log.warning("prefetch failed", exc_info=True)
         finally:
             with self._lock:
-                self._running = None
+                self._running = self.reads = None
+                if again and key not in self._waiting:
+                    self._waiting[key] = wanted
+                    self._waiting.move_to_end(key, last=False)
         return True
 
-    def _run(self) -> None:
-        while not self._stop:
-            self._wake.wait()
-            self._wake.clear()
-            while self.work():
-                pass
-
-    def _bring(self, wanted: _Wanted) -> None:
+    def _bring(self, wanted: _Wanted, stop: Callable[[], bool]) -> None:
         with self._cache.peek(wanted.tokens, wanted.salt) as match:
             if match.tier != "disk" or match.kind is None or not self._cache.may_prefetch(match.nbytes):
                 return
-            payload = match.read()
+            self.reads = match.checkpoint_id
+            payload = match.read(stop=lambda: wanted.cancelled or stop())
             if match.position != payload.position or payload.position == 0:
                 return
             boundary = Boundary(match.position, match.kind)

@@ -157,20 +157,24 @@ class Residency:
         tier = shelf.tier
         if tier.used_bytes + needed <= tier.budget_bytes:
             return
-        if needed > tier.budget_bytes:
+        if needed > tier.budget_bytes or shelf.shrinking:
             raise TierFull(tier.name, needed, tier.budget_bytes)
         target = max(0, tier.budget_bytes - needed - tier.budget_bytes * self.policy.slack_permille // 1000)
+        for checkpoint_id in self.victims(shelf):
+            if tier.used_bytes <= target:
+                break
+            self.evict_from(shelf, self.records[checkpoint_id])
+        if tier.used_bytes + needed > tier.budget_bytes:
+            raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
+
+    def victims(self, shelf: Shelf) -> list[str]:
+        """What may leave a shelf now, first to go first."""
         order = eviction_order(self._candidates(shelf), self.policy)
         now, records = self.clock(), self.records
         order.sort(key=lambda checkpoint_id: (records[checkpoint_id].fresh, records[checkpoint_id].expected_until > now))
         if self._write_behind and shelf is self.shelves[0]:
             order.sort(key=lambda checkpoint_id: checkpoint_id in self.waiting)
-        for checkpoint_id in order:
-            if tier.used_bytes <= target:
-                break
-            self._evict_from(shelf, self.records[checkpoint_id])
-        if tier.used_bytes + needed > tier.budget_bytes:
-            raise TierFull(tier.name, needed, max(0, tier.budget_bytes - tier.used_bytes))
+        return order
 
     # ── letting go ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -225,7 +229,7 @@ class Residency:
             )
         return found
 
-    def _evict_from(self, shelf: Shelf, record: Record) -> None:
+    def evict_from(self, shelf: Shelf, record: Record) -> None:
         """Take a record off a shelf; it moves to the next tier when there is one with room."""
         lower = self.shelves[self.shelves.index(shelf) + 1 :]
         if lower and record.id not in lower[0].holdings:

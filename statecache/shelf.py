@@ -7,14 +7,14 @@ what is put and evicted. Not thread-safe except for `read` and `store`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from statecache.blocks import Block, Draft, Extent, Holding
 from statecache.checkpoint import Path, Record, TierStats, rows_between
-from statecache.errors import Collision, SegmentBad
+from statecache.errors import Collision, ReadStopped, SegmentBad
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
 
@@ -32,6 +32,8 @@ class Shelf:
         self.written_bytes = 0
         self.refused = 0
         self.quarantined = 0
+        self.shrinking = False
+        """More is here than a budget that was made smaller allows; see trim.py."""
 
     # ── what is here ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,11 +253,20 @@ class Shelf:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, record: Record, path: Path, kv_out: np.ndarray | None = None, *, first_block: int = 0) -> Payload:
+    def read(
+        self,
+        record: Record,
+        path: Path,
+        kv_out: np.ndarray | None = None,
+        *,
+        first_block: int = 0,
+        stop: Callable[[], bool] | None = None,
+    ) -> Payload:
         """All bytes of a checkpoint, each segment's header compared with `path` first. Read-only views where possible.
 
         path: of the *asking* context, cut at the record's position. kv_out: uint8 [≥ position, kv_token_bytes] to read rows
-        into; then there is one run, a view of it. first_block: leave out extents that end before this block. Raises SegmentBad.
+        into; then there is one run, a view of it. first_block: leave out extents that end before this block. stop: asked before
+        each extent. Raises SegmentBad, ReadStopped.
         """
         holding = self.holdings.get(record.id)
         if holding is None:
@@ -264,6 +275,8 @@ class Shelf:
         full = path.blocks * BLOCK_TOKENS
         runs: list[KvRun] = []
         for first, end, extent in self._needed_extents(holding, first_block):
+            if stop is not None and stop():
+                raise ReadStopped(f"read up to token {first * BLOCK_TOKENS}")
             header = self.tier.header(extent.key)
             count = end - first
             self._check(extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")

@@ -32,6 +32,7 @@ from statecache.residency import DEVICE, Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
 from statecache.tiers.base import Tier
+from statecache.trim import Trim
 from statecache.types import Boundary, Layout, Payload, TierName
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class StateCache:
         shelves = [Shelf(tier, layout) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
         self._staging = Staging(self._kept)
+        self._trim = Trim(self._kept)
         self._copies = Copies(self._kept, self._staging)
         self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
         self._placing = Placing(
@@ -271,6 +273,27 @@ class StateCache:
                 self._kept.prefetch_wasted,
             )
 
+    def set_budget(self, name: TierName, budget_bytes: int) -> bool:
+        """Change what a tier may hold; trim() evicts what is over it. False: there is no such tier, or it is the engine's."""
+        with self._lock:
+            for shelf in self._kept.shelves:
+                if shelf.tier.name == name:
+                    shelf.tier.budget_bytes = budget_bytes
+                    self._trim.begin(shelf)
+                    self.on_waiting()
+                    return True
+            return False
+
+    def trim(self) -> bool:
+        """Evict a few of what is over a budget that was made smaller. False: there is nothing to do now."""
+        if not self._trim.work_waits:
+            return False
+        with self._lock:
+            more = self._trim.work()
+            if not self._trim.work_waits:
+                self.on_waiting()
+            return more
+
     def evict(self, checkpoint_id: str) -> bool:
         """Remove a checkpoint from every tier now. False when unknown, pinned or in use."""
         with self._lock:
@@ -349,7 +372,8 @@ class StateCache:
         """
         with self._copying, self._lock if not self._write_behind else nullcontext():
             with self._lock:
-                copy = self._copies.begin()
+                waits = self._kept.shelves[-1].shrinking and len(self._kept.shelves) > 1
+                copy = None if waits else self._copies.begin()
             if copy is None:
                 return None
             stored = again = False

@@ -69,6 +69,8 @@ class Writer:
         self._wake = threading.Event()
         self._stop = False
         self._trouble = ""
+        self.writing = False
+        """A copy is under way."""
         cache.on_waiting = self._wake.set
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()
@@ -122,6 +124,7 @@ class Writer:
     def _copy(self) -> bool:
         """One checkpoint. False when nothing waits or nothing can be written now."""
         try:
+            self.writing = True
             written = self._cache.copy_one()
         except TierFailed as error:
             self._tell(str(error))
@@ -132,6 +135,8 @@ class Writer:
         except Exception:
             log.exception("write-back failed")
             return False
+        finally:
+            self.writing = False
         if written is None:
             return False
         self._allowance.spend(written)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,11 @@ OneName = Annotated[str, typer.Argument(help="A model's name, or the first digit
 
 @app.command("ls")
 def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None) -> None:
-    """One line for each model that has saved states here."""
+    """One line for each model that has saved states on disk here, and what a running server holds in every tier.
+
+    The disk is read directly, so it works without a server; only a server that runs with this state directory on this
+    machine can say what is on its device and in its memory.
+    """
     from rich.console import Console
 
     from statecache import admin
@@ -44,6 +48,38 @@ def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None)
             str(folder.bad or "–"),
         )
     Console().print(table)
+    _show_live(config, state_dir, [folder.about for folder in admin.folders(_root(config, state_dir))])
+
+
+@app.command("quota")
+def quota(
+    ram_mb: Annotated[int | None, typer.Option(min=0, help="Memory for saved states, MiB.")] = None,
+    disk_mb: Annotated[int | None, typer.Option(min=0, help="Disk space for saved states of all models, MiB.")] = None,
+    url: Annotated[str | None, typer.Option(help="Address of the server. Default: as the settings say.")] = None,
+    token: Annotated[str | None, typer.Option(help="Its own token. Default: from the state directory.")] = None,
+    config: options.ConfigFile = None,
+    state_dir: options.StateDir = None,
+) -> None:
+    """Change how much a running server may save, at once and until it ends; without a size, show it.
+
+    What is over a smaller budget is evicted, except what is in use or pinned.
+    """
+    from agentserve.cli.chat import find_target
+    from agentserve.cli.connect import Unreachable
+
+    sizes = {"ram_bytes": ram_mb, "disk_bytes": disk_mb}
+    body = {name: size << 20 for name, size in sizes.items() if size is not None}
+    target = find_target(config, state_dir, url, token)
+    try:
+        answer = target.post("/v1/cache/quota", body) if body else target.get("/v1/cache")
+    except Unreachable as error:
+        options.fail(f"{error} {error.hint}".strip())
+    _show_tiers(answer["tiers"])
+    if body:
+        kept = answer["at_restart"]
+        ram, disk = _size(kept["ram_bytes"]), _size(kept["disk_bytes"])
+        typer.echo(f"This holds until the server ends; the next one starts with {ram} of memory and {disk} of disk.")
+        typer.echo("To keep it, set model.ram_cache_bytes and model.disk_cache_bytes (docs/settings.md).")
 
 
 @app.command("show")
@@ -171,6 +207,31 @@ def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: opt
             ledger.close()
 
 
+def _show_live(config: Path | None, state_dir: Path | None, here: list[About]) -> None:
+    """What the server of these settings holds, if one runs and has its states in this directory."""
+    from agentserve.cli.chat import find_target
+    from agentserve.cli.connect import Unreachable
+
+    target = find_target(config, state_dir, None, None)
+    try:
+        answer = target.get("/v1/cache", timeout_s=2.0)
+        served = [about for about in here if about.namespace.hex() == answer["namespace"]]
+        if served:
+            typer.echo(f"{served[0].model} is served at {target.url}:")
+            _show_tiers(answer["tiers"])
+    except (Unreachable, KeyError, TypeError):
+        return
+
+
+def _show_tiers(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    table = _table("tier", "checkpoints", "used", "of")
+    for row in rows:
+        table.add_row(row["tier"], str(row["checkpoints"]), _size(row["used_bytes"]), _size(row["budget_bytes"]))
+    Console().print(table)
+
+
 # ── small shapes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -221,7 +282,7 @@ def _table(*columns: str):
     from rich.table import Table
 
     table = Table()
-    left = ("saved states of", "namespace", "checkpoint", "kind", "salt", "last start", "logits")
+    left = ("saved states of", "namespace", "checkpoint", "kind", "salt", "last start", "logits", "tier")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table

@@ -49,7 +49,14 @@ class Target:
 
     def get(self, path: str, timeout_s: float = 10.0) -> Any:
         """GET a JSON document. Raises Unreachable."""
-        request = urllib.request.Request(self.url + path, headers=self.headers)
+        return self._ask(urllib.request.Request(self.url + path, headers=self.headers), timeout_s)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 30.0) -> Any:
+        """POST a JSON object. Raises Unreachable, also when it is refused."""
+        headers = {**self.headers, "content-type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
+
+    def _ask(self, request: urllib.request.Request, timeout_s: float) -> Any:
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return json.load(reply)

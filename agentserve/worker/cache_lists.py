@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentserve.worker.messages import CheckpointRow
+from agentserve.worker.messages import CheckpointRow, TierRow
 from statecache.store import StateCache
 
 
@@ -34,6 +34,14 @@ def pin(cache: StateCache, session: str, checkpoint: str, pinned: bool) -> bool:
         change = cache.pin if pinned else cache.unpin
         change(checkpoint_id, session)
     return bool(chosen) or not (checkpoint or pinned)
+
+
+def tier_rows(cache: StateCache) -> tuple[TierRow, ...]:
+    """Fastest first."""
+    return tuple(
+        TierRow(tier=name, used_bytes=tier.used_bytes, budget_bytes=tier.budget_bytes, checkpoints=tier.checkpoints)
+        for name, tier in cache.stats().tiers.items()
+    )
 
 
 def figures(cache: StateCache) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:

@@ -29,7 +29,9 @@ from agentserve.worker.messages import (
     PinCheckpoint,
     Progress,
     Saved,
+    SetBudgets,
     StartTurn,
+    Tiers,
     Tokens,
     ToWorker,
     TurnFailed,
@@ -77,6 +79,7 @@ class WorkerClient:
     hello: of the worker that is ready now, else None. loading: last progress while a worker loads, else None.
     load: last load report. failure: why the model cannot be served at all, None while there is hope. reason: why it is not
     ready now, kept by the supervisor.
+    budgets: fields of WorkerSettings that were changed at run time; a worker that is started again has them.
     heard_at: `time.monotonic()` of the last frame, or of the first request since then that the worker owes an answer to.
     start_wait_s: how long a turn waits for a worker that is starting, before it fails.
     """
@@ -96,7 +99,8 @@ class WorkerClient:
         self._query_wait_s = query_wait_s
         self._pipe: Sender | None = None
         self._turns: dict[str, _Inbox] = {}
-        self._queries: dict[int, asyncio.Future[Checkpoints | None]] = {}
+        self.budgets: dict[str, int] = {}
+        self._queries: dict[int, asyncio.Future[Checkpoints | Tiers | None]] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
 
@@ -171,14 +175,24 @@ class WorkerClient:
     async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
         """Checkpoints that a session placed or used; empty when no worker answers within `query_wait_s`."""
         answer = await self._ask(lambda query_id: ListCheckpoints(query_id, session))
-        return answer.rows if answer is not None else ()
+        return answer.rows if isinstance(answer, Checkpoints) else ()
 
     async def pin(self, session: str, checkpoint: str, pinned: bool) -> tuple[CheckpointRow, ...] | None:
         """Pin or release a session's checkpoint ("" = the deepest, or all to release); its list then. None: none such."""
         answer = await self._ask(lambda query_id: PinCheckpoint(query_id, session, checkpoint, pinned))
-        return answer.rows if answer is not None and answer.found else None
+        return answer.rows if isinstance(answer, Checkpoints) and answer.found else None
 
-    async def _ask(self, query: Callable[[int], ToWorker]) -> Checkpoints | None:
+    async def tiers(self, *, ram_bytes: int | None = None, disk_bytes: int | None = None) -> Tiers | None:
+        """What the tiers hold, after their budgets were changed (None = not). None: no worker answers."""
+        answer = await self._ask(lambda query_id: SetBudgets(query_id, ram_bytes, disk_bytes))
+        if not isinstance(answer, Tiers):
+            return None
+        if not answer.refused:
+            wanted = {"ram_cache_bytes": ram_bytes, "disk_cache_bytes": disk_bytes}
+            self.budgets |= {name: value for name, value in wanted.items() if value is not None}
+        return answer
+
+    async def _ask(self, query: Callable[[int], ToWorker]) -> Checkpoints | Tiers | None:
         """None when no worker answers in time."""
         if not self.ready:
             return None
@@ -248,7 +262,7 @@ class WorkerClient:
         elif isinstance(frame, Hello):
             self.hello, self.loading, self.failure, self.trouble = frame, None, None, None
             self._wake()
-        elif isinstance(frame, Checkpoints):
+        elif isinstance(frame, Checkpoints | Tiers):
             answer = self._queries.get(frame.query_id)
             if answer is not None and not answer.done():
                 answer.set_result(frame)

@@ -35,7 +35,9 @@ from agentserve.worker.messages import (
     LoadFailed,
     Loading,
     PinCheckpoint,
+    SetBudgets,
     StartTurn,
+    Tiers,
     ToWorker,
     TurnFailed,
     Unexpect,
@@ -49,6 +51,7 @@ from agentserve.worker.turn_loop import TurnLoop
 from engine.errors import DeviceError
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.prefetch import Prefetcher
+from statecache.reader import Reader
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -59,8 +62,8 @@ REPORT_S = 1.0
 KEEP_S = 60.0
 DRAIN_FLUSH_S = 4.0
 """For writing saved states at the end; the supervisor kills after five seconds."""
-COMPILING_POLL_S = 0.25
-"""While a grammar compiles and the engine has nothing to do: for deadlines. The end of a compilation wakes the loop."""
+ELSEWHERE_POLL_S = 0.25
+"""While a grammar compiles or a state is read and the engine has nothing to do: for deadlines. Their end wakes the loop."""
 CRASH_FLUSH_S = 2.0
 """The same when the server is gone: only what was to be written anyway, since another server may be starting."""
 PASSES_THAT_MAY_FAIL = 3
@@ -77,8 +80,10 @@ class Worker:
         turns: TurnLoop,
         bridge: StateBridge,
         keep: Callable[[], None] = lambda: None,
+        set_budgets: Callable[[int | None, int | None], str] = lambda ram_bytes, disk_bytes: "",
     ) -> None:
-        """keep(): called every KEEP_S while there is work, to write down what was learned."""
+        """keep(): called every KEEP_S while there is work, to write down what was learned. set_budgets: see SavedStates."""
+        self._set_budgets = set_budgets
         self._pipe = pipe
         self._engine = engine
         self._turns = turns
@@ -101,14 +106,14 @@ class Worker:
         report_at = 0.0
         keep_at = time.monotonic() + KEEP_S
         while not (self._draining and self._turns.running == 0):
-            idle_s = COMPILING_POLL_S if self._turns.compiling else None
+            idle_s = ELSEWHERE_POLL_S if self._turns.elsewhere else None
             # Between steps, and in pauses until something arrives: a piece of what leaves the engine's pools.
             chores = self._bridge.chore()
             for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
                 self._take(frame)
             # What was found and when its first token will come is told before the next step, which may take long.
             self._pipe.flush()
-            if self._turns.compiling:
+            if self._turns.elsewhere:
                 self._turns.poll()
             ended = self._step() if self._engine.has_work else False
             now = time.monotonic()
@@ -161,6 +166,10 @@ class Worker:
                 self._bridge.expect(frame.key, frame.ids, frame.salt)
             case Unexpect():
                 self._bridge.unexpect(frame.key)
+            case SetBudgets():
+                refused = self._set_budgets(frame.ram_bytes, frame.disk_bytes)
+                self._bridge.budgets_changed()
+                self._pipe.send(Tiers(frame.query_id, self._bridge.tiers(), refused))
             case Drain():
                 self.drain()
 
@@ -283,9 +292,12 @@ def serve(
     if learned is not None:
         engine.scheduler.pace.recall(learned.pace)
     prefetcher = Prefetcher(states.cache)
-    if states.writer is not None:  # there is a disk
-        prefetcher.start()
-    bridge = StateBridge(engine, states.cache, states.want, stays=settings.device_residency, prefetch=prefetcher)
+    reader = None
+    if (writer := states.writer) is not None:  # there is a disk
+        reader = Reader(prefetcher, writing=lambda: writer.writing)
+        reader.start()
+    bridge = StateBridge(engine, states.cache, states.want, stays=settings.device_residency, prefetch=prefetcher, reader=reader)
+    bridge.on_read = lambda: _wake(wake)
     grammars = Grammars(lambda: load_tokenizer(settings), info.vocab_size, lambda: _wake(wake))
     turns = TurnLoop(
         engine,
@@ -300,7 +312,7 @@ def serve(
     def keep() -> None:
         save_learned(learned_at, turns.forecast.learned())
 
-    worker = Worker(pipe, engine, turns, bridge, keep)
+    worker = Worker(pipe, engine, turns, bridge, keep, states.set_budgets)
 
     def on_terminate(_signal: int, _frame: object) -> None:
         worker.drain()
@@ -317,13 +329,15 @@ def serve(
     except PipeClosed:
         keep()
         grammars.close()
-        prefetcher.close()
+        if reader is not None:
+            reader.close()
         bridge.drain(CRASH_FLUSH_S / 2, everything=False)
         states.close(CRASH_FLUSH_S / 2, everything=False)
         raise
     keep()
     grammars.close()
-    prefetcher.close()
+    if reader is not None:
+        reader.close()
     bridge.drain(DRAIN_FLUSH_S / 2, everything=True)
     states.close(DRAIN_FLUSH_S / 2)
     return 0

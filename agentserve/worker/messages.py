@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -118,11 +118,19 @@ class Unexpect(msgspec.Struct, frozen=True, tag="unexpect"):
     key: str
 
 
+class SetBudgets(msgspec.Struct, frozen=True, tag="budgets"):
+    """Change what the tiers may hold until the worker ends; None leaves one as it is. Answered by Tiers with that id."""
+
+    query_id: int
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running turns, accept no more, then exit 0."""
 
 
-ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Expect | Unexpect | Drain
+ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Expect | Unexpect | SetBudgets | Drain
 
 
 # ── worker → server ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,6 +264,23 @@ class Checkpoints(msgspec.Struct, frozen=True, tag="checkpoints"):
     found: bool = True
 
 
+class TierRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `/v1/cache`. More than the budget is used while states leave a tier whose budget was made smaller."""
+
+    tier: str
+    used_bytes: int
+    budget_bytes: int
+    checkpoints: int
+
+
+class Tiers(msgspec.Struct, frozen=True, tag="tiers"):
+    """What the tiers hold, fastest first. refused: why the budgets were not changed."""
+
+    query_id: int
+    rows: tuple[TierRow, ...]
+    refused: str = ""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Periodic report (each second, and after each finished turn): what the predictor and the metrics need."""
 
@@ -272,4 +297,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     counters: dict[str, float]
 
 
-FromWorker = Loading | Hello | LoadFailed | Matched | Progress | Tokens | Saved | TurnFinished | TurnFailed | Checkpoints | Load
+FromWorker = (
+    Loading | Hello | LoadFailed | Matched | Progress | Tokens | Saved | TurnFinished | TurnFailed | Checkpoints | Tiers | Load
+)

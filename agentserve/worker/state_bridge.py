@@ -20,20 +20,21 @@ import numpy as np
 
 from agentserve.worker import cache_lists
 from agentserve.worker.flights import Flight, join
-from agentserve.worker.messages import CheckpointRow, Saved
+from agentserve.worker.messages import CheckpointRow, Saved, TierRow
 from agentserve.worker.pools import EnginePools, is_short
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import EngineError
 from engine.types import CutReached, HoldId, KvRun, StateSnapshot
-from statecache.boundary import GeneratedBoundaries, prompt_cuts
+from statecache.boundary import GeneratedBoundaries, prompt_cuts, thinking_is_open
 from statecache.checkpoint import PutResult
 from statecache.experience import Experience
 from statecache.match import Match
 from statecache.policy import better_kind, worth_disk
 from statecache.prefetch import EXPECTED_S, Prefetcher
+from statecache.reader import Reader, Reading
 from statecache.store import StateCache
-from statecache.types import Boundary, BoundaryKind, MarkerTable
+from statecache.types import Boundary, BoundaryKind, Payload
 
 log = logging.getLogger(__name__)
 SESSIONS_FOLLOWED = 4096
@@ -41,8 +42,7 @@ CALLS = (BoundaryKind.CALL_OPEN, BoundaryKind.CALL_CLOSE)
 BUSY_PIECE_BYTES = 4 << 20
 IDLE_PIECE_BYTES = 32 << 20
 """Copied from the engine's pools between two steps, and at once while nothing runs."""
-TAIL_TOKENS = 32
-"""A template opens thinking among the last tokens of a prompt or not at all."""
+NOTHING = Found(0, None, None, 0, "cold")
 
 
 @dataclass
@@ -75,17 +75,19 @@ class StateBridge:
         *,
         stays: bool = True,
         prefetch: Prefetcher | None = None,
+        reader: Reader | None = None,
     ) -> None:
         """keep(ids): told which checkpoints of an ended turn should outlive the process; must return at once.
 
-        stays: let states stay in the engine's pools; else each is copied to the next tier when it is saved.
+        stays: let states stay in the engine's pools; else each is copied to the next tier when it is saved. reader: reads the
+        disk beside the running turns; without one they wait.
         """
         self._engine = engine
         self._cache = cache
         self._keep = keep
         self._stays = stays
         self._prefetch = prefetch or Prefetcher(cache)
-        self._saves = any(tier.budget_bytes for tier in cache.stats().tiers.values())
+        self._saves = self._has_room()
         cache.attach(EnginePools(engine, self.release))
         engine.set_reclaim(self._reclaim)
         self.worth: Callable[[int, int, str | None], bool] = lambda tokens, nbytes, tier: True
@@ -95,47 +97,75 @@ class StateBridge:
         self._experience = Experience(cache.policy)
         self._ends: OrderedDict[str, int] = OrderedDict()
         """Tokens of each session's last prompt, of the newest sessions."""
+        self._reader = reader
+        self._reading: set[Reading] = set()
+        self.on_read: Callable[[], None] = lambda: None
+        """Told, from the reader's thread, when take() may be called."""
         self._pins = 0
         self.cache_errors = 0
         self.release_errors = 0
 
     @property
     def pins(self) -> int:
-        """Matches that are being read; 0 between calls."""
-        return self._pins
+        """Matches that are being read."""
+        return self._pins + len(self._reading)
 
     # ── before the engine takes a turn ───────────────────────────────────────────────────────────────────────────
 
-    def find(self, turn: TurnRecord) -> tuple[Found, StateSnapshot | HoldId | None]:
+    def find(self, turn: TurnRecord) -> tuple[Found, StateSnapshot | HoldId | Reading | None]:
         """The deepest checkpoint that can be restored, and its bytes or, where it lies in the engine's pools, its hold.
 
-        (nothing, None) also if the cache failed. A hold is to be submitted before anything else is done here.
+        Or, where only the disk has it, what is read of it now: take() or give_up() follows. (nothing, None) also if the cache
+        failed. A hold is to be submitted before anything else is done here.
         """
         markers = turn.start.markers
         scanner = None
         if turn.start.generate:
-            scanner = GeneratedBoundaries(markers, len(turn.ids), thinking=_thinking_is_open(turn.ids, markers))
+            scanner = GeneratedBoundaries(markers, len(turn.ids), thinking=thinking_is_open(turn.ids, markers))
         self._kept[turn.id] = _Kept(scanner)
         with self._cache_may_fail("match"), self._pinned(turn) as match:
-            # read() may fall back to a shorter checkpoint, so everything is told as it is afterwards.
             if match.position and not self.worth(match.position, match.nbytes, match.tier):
                 self.not_worth += 1
                 return Found(0, None, None, None, "none"), None
-            hold = None if match.resident is None else HoldId(match.resident.hold)
-            payload = match.read() if match.position and hold is None else None
-            differs = match.divergence.cause != "none"
-            if match.divergence.cause == "tokens":
-                self._kept[turn.id].parted_at = match.divergence.position
-                self._learn(turn, match.divergence.position)
-            divergence = match.divergence.position if differs else None
-            found = Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)
-            if hold is not None:
-                return found, hold
-            if payload is None or payload.position == 0:
-                return found, None
-            runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
-            return found, StateSnapshot(payload.position, runs, payload.state, payload.logits)
-        return Found(0, None, None, 0, "cold"), None
+            if match.tier == "disk" and self._reader is not None:
+                found, reading = _found(match), self._reader.read(match, self.on_read)
+                self._reading.add(reading)
+                return found, reading
+            payload = match.read() if match.position and match.resident is None else None
+            return self._restorable(turn, match, payload)
+        return NOTHING, None
+
+    def take(self, turn: TurnRecord, reading: Reading) -> tuple[Found, StateSnapshot | HoldId | None]:
+        """What find() would have returned, now that it is read (done)."""
+        self._reading.discard(reading)
+        with self._cache_may_fail("read"):
+            try:
+                if reading.error is not None:
+                    raise reading.error
+                return self._restorable(turn, reading.match, reading.payload)
+            finally:
+                reading.match.release()
+        return NOTHING, None
+
+    def give_up(self, reading: Reading) -> None:
+        """The turn has ended before it was read."""
+        self._reading.discard(reading)
+        if self._reader is not None:
+            self._reader.give_up(reading)
+
+    def _restorable(
+        self, turn: TurnRecord, match: Match, payload: Payload | None
+    ) -> tuple[Found, StateSnapshot | HoldId | None]:
+        # read() may have fallen back to a shorter checkpoint, so everything is told as it is now.
+        if match.divergence.cause == "tokens":
+            self._kept[turn.id].parted_at = match.divergence.position
+            self._learn(turn, match.divergence.position)
+        if match.resident is not None:
+            return _found(match), HoldId(match.resident.hold)
+        if payload is None or payload.position == 0:
+            return _found(match), None
+        runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
+        return _found(match), StateSnapshot(payload.position, runs, payload.state, payload.logits)
 
     def plan_cuts(self, turn: TurnRecord, after: int) -> tuple[int, ...]:
         """Prompt positions where the state must be held, rising; a checkpoint at `after` is restored.
@@ -175,13 +205,15 @@ class StateBridge:
 
     @contextmanager
     def _pinned(self, turn: TurnRecord) -> Iterator[Match]:
+        """Released at the end, unless it is being read."""
         match = self._cache.match(turn.ids, turn.start.salt, session=turn.start.session)
         self._pins += 1
         try:
             yield match
         finally:
             self._pins -= 1
-            match.release()
+            if not any(reading.match is match for reading in self._reading):
+                match.release()
 
     # ── while it runs ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -298,7 +330,8 @@ class StateBridge:
         """Copy a bounded piece of what should leave the engine's pools, or be elsewhere too. False: there is nothing to do."""
         limit = BUSY_PIECE_BYTES if self._engine.has_work else IDLE_PIECE_BYTES
         with self._cache_may_fail("move"):
-            return self._cache.move(limit, short=is_short(self._engine.room))
+            moved = self._cache.move(limit, short=is_short(self._engine.room))
+            return self._cache.trim() or moved
         return False
 
     def drain(self, limit_s: float, *, everything: bool) -> bool:
@@ -335,6 +368,18 @@ class StateBridge:
             return cache_lists.pin(self._cache, session, checkpoint, pinned)
         return False
 
+    def tiers(self) -> tuple[TierRow, ...]:
+        with self._cache_may_fail("stats"):
+            return cache_lists.tier_rows(self._cache)
+        return ()
+
+    def budgets_changed(self) -> None:
+        self._saves = self._has_room()
+        self._experience.go_on_with(self._cache.policy)
+
+    def _has_room(self) -> bool:
+        return any(tier.budget_bytes for name, tier in self._cache.stats().tiers.items() if name != "device")
+
     def forget(self, session: str) -> None:
         with self._cache_may_fail("forget"):
             self._cache.forget(session)
@@ -342,7 +387,7 @@ class StateBridge:
     def figures(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
         """(bytes by tier, checkpoints by tier, counters) for a load report."""
         own: dict[str, float] = {
-            "pins": self._pins,
+            "pins": self.pins,
             "cache_errors": self.cache_errors,
             "release_errors": self.release_errors,
             "restores_not_worth": self.not_worth,
@@ -362,11 +407,6 @@ class StateBridge:
             log.warning("state cache failed in=%s", what, exc_info=True)
 
 
-def _thinking_is_open(ids: np.ndarray, markers: MarkerTable) -> bool:
-    """Whether the prompt ends inside thinking that its template opened: the last marker of its tail opens one."""
-    for token in reversed(ids[-TAIL_TOKENS:].tolist()):
-        if token in markers.think_open:
-            return True
-        if token in markers.think_close or token in markers.turn_end:
-            return False
-    return False
+def _found(match: Match) -> Found:
+    divergence = match.divergence.position if match.divergence.cause != "none" else None
+    return Found(match.position, match.tier, match.kind, divergence, match.divergence.cause)

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from agentserve.worker import pipe
 from agentserve.worker.client import WorkerClient
 from agentserve.worker.messages import PROTOCOL_VERSION, Drain, FromWorker, Hello
@@ -185,7 +187,8 @@ class Supervisor:
         process: Process | None = None
         try:
             with theirs:
-                process = await self._spawn(self._settings, theirs)
+                settings = msgspec.structs.replace(self._settings, **self.client.budgets)
+                process = await self._spawn(settings, theirs)
             self.pid = process.pid
             self._pipe = await pipe.connect(ours, self._receive, lambda _error: closed.set())
             self.client.attach(self._pipe)

@@ -22,7 +22,6 @@ from agentserve.worker.messages import (
     FromWorker,
     ListCheckpoints,
     Load,
-    Matched,
     PinCheckpoint,
     StartTurn,
     TurnFailed,
@@ -41,6 +40,7 @@ from engine.types import (
     StateSnapshot,
     TokenEvent,
 )
+from statecache.reader import Reading
 
 log = logging.getLogger(__name__)
 PROGRESS_S = 1.0
@@ -83,6 +83,8 @@ class TurnLoop:
         """Turns that wait for another one's checkpoint: (that turn, its position)."""
         self._compiling: dict[str, Future[GrammarMask]] = {}
         """Turns that wait for their grammar."""
+        self._restoring: dict[str, Reading] = {}
+        """Turns whose saved state is being read from disk."""
 
     @property
     def running(self) -> int:
@@ -90,9 +92,9 @@ class TurnLoop:
         return len(self._turns)
 
     @property
-    def compiling(self) -> int:
-        """Turns that `poll` must be called for, whether or not the engine has work."""
-        return len(self._compiling)
+    def elsewhere(self) -> int:
+        """Turns that wait for another thread: `poll` must be called for them, whether or not the engine has work."""
+        return len(self._compiling) + len(self._restoring)
 
     # ── what the server asks ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,7 +120,10 @@ class TurnLoop:
         self._compiling[turn.id] = self._grammars.compile(turn.start.grammar, ends)
 
     def poll(self) -> None:
-        """Begin turns whose grammar is compiled, and end those that wait too long for it."""
+        """Begin turns whose grammar is compiled or whose state is read, and end those that wait too long for it."""
+        for turn_id, reading in list(self._restoring.items()):
+            if reading.done:
+                self._restored(self._turns[turn_id], reading)
         for turn_id, future in list(self._compiling.items()):
             turn = self._turns[turn_id]
             if not future.done():
@@ -139,7 +144,7 @@ class TurnLoop:
             else:
                 if not self._wait_for_another(turn):
                     self._begin_or_fail(turn)
-        if self._compiling:
+        if self.elsewhere:
             self._enforce_deadlines()
 
     def _wait_for_another(self, turn: TurnRecord) -> bool:
@@ -150,6 +155,7 @@ class TurnLoop:
             if other is not turn
             and other.id not in self._held
             and other.id not in self._compiling
+            and other.id not in self._restoring
             and other.start.salt == turn.start.salt
             and other.first_token_at is None
             and not other.cancelled
@@ -174,8 +180,19 @@ class TurnLoop:
                 self._begin_or_fail(turn)
 
     def _begin_or_fail(self, turn: TurnRecord) -> None:
+        self._or_fail(turn, self._begin)
+
+    def _restored(self, turn: TurnRecord, reading: Reading) -> None:
+        """Begin a turn whose state was read; without it if that failed."""
+        del self._restoring[turn.id]
+        found, restore = self._bridge.take(turn, reading)
+        # Meanwhile another one may have come so far that its state in the engine's pools is the better one.
+        if not self._wait_for_another(turn):
+            self._or_fail(turn, lambda turn: self._begin_from(turn, found, restore, reading.seconds))
+
+    def _or_fail(self, turn: TurnRecord, begin: Callable[[TurnRecord], None]) -> None:
         try:
-            self._begin(turn)
+            begin(turn)
         except ContextTooLong as error:
             self._fail(turn, "context_length_exceeded", str(error), "input")
         except InvalidRequest as error:
@@ -239,7 +256,11 @@ class TurnLoop:
         """The report of this moment."""
         stats = self._engine.stats()
         self._measure.look(stats)
-        own = {"turns": len(self._turns), "forecast_error_permille": self.forecast.error_permille}
+        own = {
+            "turns": len(self._turns),
+            "restoring": len(self._restoring),
+            "forecast_error_permille": self.forecast.error_permille,
+        }
         return load_report(stats, self._measure.rates, self._bridge.figures(), own)
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,6 +271,14 @@ class TurnLoop:
             self._token_bytes = None
         began_at = self._clock()
         found, restore = self._bridge.find(turn)
+        if isinstance(restore, Reading):
+            self._restoring[turn.id] = restore
+            return
+        self._begin_from(turn, found, restore, self._clock() - began_at)
+
+    def _begin_from(self, turn: TurnRecord, found: Found, restore: StateSnapshot | HoldId | None, read_s: float) -> None:
+        """read_s: what it took to read the state."""
+        began_at = self._clock() - read_s
         try:
             self._submit(turn, restore, found.position)
         except (ContextTooLong, InvalidRequest):
@@ -272,23 +301,12 @@ class TurnLoop:
         turn.predicted_us, turn.uncorrected_us, turn.beside = self.forecast.remaining_us(
             turn, list(self._turns.values()), turn.begun_us
         )
-        self._send(self._matched(turn, found))
+        self._send(turn.matched_frame(found))
 
     def _submit(self, turn: TurnRecord, restore: StateSnapshot | HoldId | None, position: int) -> None:
         """restore: state of the first `position` tokens."""
         cuts = self._bridge.plan_cuts(turn, 0 if restore is None else position)
         self._engine.submit(engine_request(turn, self._engine.info, restore, cuts))
-
-    def _matched(self, turn: TurnRecord, found: Found) -> Matched:
-        return Matched(
-            turn_id=turn.id,
-            position=turn.reused,
-            tier=found.tier,
-            kind=found.kind,
-            divergence=found.divergence,
-            cause=found.cause,
-            predicted_ttft_s=(turn.predicted_us or 0) / 1e6,
-        )
 
     # ── events of the engine ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -344,7 +362,7 @@ class TurnLoop:
 
     def _cancel(self, turn: TurnRecord) -> None:
         turn.cancelled = True
-        if self._held.pop(turn.id, None) is not None or self._stop_compiling(turn.id):
+        if self._held.pop(turn.id, None) is not None or self._stop_compiling(turn.id) or self._stop_reading(turn.id):
             self._drop(turn)
             self._send(turn.last_frame("cancelled", None, self._clock()))
             return
@@ -358,6 +376,13 @@ class TurnLoop:
         """Whether it waited for its grammar. One that is being compiled already goes on to its limits."""
         future = self._compiling.pop(turn_id, None)
         return future is not None and (future.cancel() or True)
+
+    def _stop_reading(self, turn_id: str) -> bool:
+        """Whether its state was being read."""
+        reading = self._restoring.pop(turn_id, None)
+        if reading is not None:
+            self._bridge.give_up(reading)
+        return reading is not None
 
     def _fail(self, turn: TurnRecord, code: str, message: str, param: str | None = None) -> None:
         """End a turn that the engine does not run."""

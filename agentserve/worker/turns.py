@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentserve.worker.messages import Progress, StartTurn, TokenLogprob, Tokens, TurnFailed, TurnFinished
+from agentserve.worker.messages import Matched, Progress, StartTurn, TokenLogprob, Tokens, TurnFailed, TurnFinished
 from engine.types import FinishReason, TokenEvent, TokenMask
 from statecache.types import BoundaryKind
 
@@ -112,6 +112,17 @@ class TurnRecord:
         if self.first_token_at is None:
             self.first_token_at = now
             self.prefilled(len(self.ids), now)
+
+    def matched_frame(self, found: Found) -> Matched:
+        return Matched(
+            turn_id=self.id,
+            position=self.reused,
+            tier=found.tier,
+            kind=found.kind,
+            divergence=found.divergence,
+            cause=found.cause,
+            predicted_ttft_s=(self.predicted_us or 0) / 1e6,
+        )
 
     def tokens_frame(self, events: Sequence[TokenEvent]) -> Tokens:
         logprobs: tuple[TokenLogprob, ...] = ()

@@ -54,6 +54,8 @@ class Tier(Protocol):
 
     @property
     def budget_bytes(self) -> int: ...
+    @budget_bytes.setter
+    def budget_bytes(self, value: int) -> None: ...
 
     @property
     def used_bytes(self) -> int:

@@ -292,3 +292,19 @@ def test_two_branches_from_one_response_do_not_see_each_other(server: FakeServer
             "Hello there",
             "again",
         ]
+
+
+def test_only_the_servers_own_token_sees_and_changes_what_the_tiers_may_hold(server: FakeServer, client: httpx.Client) -> None:
+    answer = client.get("/v1/cache").json()
+    assert [(row["tier"], row["budget_bytes"]) for row in answer["tiers"]] == [("ram", 1 << 30)]
+    changed = client.post("/v1/cache/quota", json={"ram_bytes": 1 << 20}).json()
+    assert changed["tiers"][0]["budget_bytes"] == 1 << 20
+    assert set(changed["at_restart"]) == {"ram_bytes", "disk_bytes"}, "it says that it does not last"
+    bodies: list[dict[str, Any]] = [{}, {"ram_bytes": -1}, {"ram_bytes": "1"}, {"vram_bytes": 1}, {"disk_bytes": 1}]
+    for body in bodies:
+        refused = client.post("/v1/cache/quota", json=body)
+        assert refused.status_code == 400, body
+    other = {"Authorization": f"Bearer {OTHER_TOKEN}"}
+    assert client.get("/v1/cache", headers=other).status_code == 403
+    assert client.post("/v1/cache/quota", json={"ram_bytes": 0}, headers=other).status_code == 403
+    assert client.get("/v1/cache", headers={"Authorization": "Bearer x"}).status_code == 401

@@ -15,6 +15,8 @@ from agentserve.worker.messages import (
     Matched,
     Progress,
     StartTurn,
+    TierRow,
+    Tiers,
     TokenLogprob,
     Tokens,
     TurnFailed,
@@ -156,6 +158,12 @@ class FakeWorker:
     async def pin(self, session: str, checkpoint: str, pinned: bool) -> tuple[CheckpointRow, ...] | None:
         rows = await self.checkpoints(session)
         return None if checkpoint not in ("", "c1") else rows
+
+    async def tiers(self, *, ram_bytes: int | None = None, disk_bytes: int | None = None) -> Tiers | None:
+        if disk_bytes is not None:
+            return Tiers(1, (), "there is no disk tier")
+        budget = 1 << 30 if ram_bytes is None else ram_bytes
+        return Tiers(1, (TierRow(tier="ram", used_bytes=4096, budget_bytes=budget, checkpoints=1),))
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)

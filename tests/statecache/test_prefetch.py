@@ -7,7 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from statecache.policy import LOOK_AGAIN_US, WRITES_FIRST_US, prefetch_pause_us
 from statecache.prefetch import Prefetcher
+from statecache.reader import Reader
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from tests.statecache.world import OTHER_SALT, SALT, Clock, close_books, context, make, same, save
@@ -151,10 +153,91 @@ def test_it_works_in_the_background_and_ends(tmp_path, monkeypatch):
     w = World(tmp_path)
     done, put = w.cache.put_prefetched, threading.Event()
     monkeypatch.setattr(w.cache, "put_prefetched", lambda *arguments: (done(*arguments), put.set()))
-    w.prefetcher.start()
+    reader = Reader(w.prefetcher)
+    reader.start()
     w.prefetcher.expect("socket", TOKENS, SALT)
     assert put.wait(60)
-    w.prefetcher.close()
+    reader.close()
     assert w.tiers == ("ram", "disk")
     w.prefetcher.expect("socket", TOKENS, SALT)
     assert not w.prefetcher.work(), "after close() nothing is taken"
+
+
+def test_others_read_and_write_first_and_half_of_the_time_is_theirs():
+    def pause(**changes: int) -> int:
+        return prefetch_pause_us(**({"restoring": 0, "writing": 0, "waited_us": 0, "read_us": 0, "since_us": 0} | changes))
+
+    assert pause() == 0
+    assert pause(restoring=1, waited_us=1 << 40) == LOOK_AGAIN_US, "never before a turn"
+    assert pause(writing=1) == LOOK_AGAIN_US
+    assert pause(writing=1, waited_us=WRITES_FIRST_US - 5) == 5
+    assert pause(writing=1, waited_us=WRITES_FIRST_US) == 0, "a server that always writes does not keep it for ever"
+    assert pause(read_us=900, since_us=0) == 900
+    assert pause(read_us=900, since_us=400) == 500
+    assert pause(read_us=900, since_us=900) == pause(read_us=900, since_us=10_000) == 0
+    assert pause(read_us=900_000, writing=1) == 900_000
+
+
+def test_while_states_are_written_nothing_is_read_unasked(tmp_path):
+    w = World(tmp_path)
+    w.prefetcher._clock = w.clock
+    writing = True
+    reader = Reader(w.prefetcher, writing=lambda: writing, clock=w.clock)
+    assert reader.work() is None
+    w.prefetcher.expect("socket", TOKENS, SALT)
+    assert reader.work() == LOOK_AGAIN_US
+    assert w.tiers == ("disk",)
+    writing = False
+    assert reader.work() == 0
+    assert w.tiers == ("ram", "disk")
+    assert reader.work() is None
+
+
+def test_a_turn_that_waits_for_the_disk_stops_a_prefetch_of_something_else(tmp_path, monkeypatch):
+    w = World(tmp_path)
+    other = context(2, 800)
+    save(w.cache, other, 700)
+    w.cache.write_back()
+    w.ram.remove(next(w.cache._kept.records[i.id] for i in w.cache.checkpoints() if i.position == 700))
+    reader, read, asked = Reader(w.prefetcher), DiskTier.read, []
+
+    def slow(tier, key, part):
+        if not asked:
+            asked.append(reader.read(w.cache.match(np.append(other, 1), SALT), lambda: None))
+        return read(tier, key, part)
+
+    monkeypatch.setattr(DiskTier, "read", slow)
+    w.prefetcher.expect("socket", TOKENS, SALT)
+    assert reader.work() == 0
+    assert w.tiers == ("disk",), "it gave way"
+    assert reader.work() == 0
+    assert asked[0].done
+    assert same(asked[0].payload, other, SALT)
+    asked[0].match.release()
+    reader._read_us = 0
+    assert reader.work() == 0
+    assert w.tiers == ("ram", "disk"), "and is read afterwards"
+    close_books(w.cache)
+
+
+def test_a_turn_that_waits_for_what_is_being_prefetched_finds_it_in_memory(tmp_path, monkeypatch):
+    w = World(tmp_path)
+    reader, read, asked = Reader(w.prefetcher), DiskTier.read, []
+    reads: list[bytes] = []
+
+    def slow(tier, key, part):
+        if not asked:
+            asked.append(reader.read(w.cache.match(TOKENS, SALT), lambda: None))
+        reads.append(key + part.encode())
+        return read(tier, key, part)
+
+    monkeypatch.setattr(DiskTier, "read", slow)
+    w.prefetcher.expect("socket", TOKENS, SALT)
+    assert reader.work() == 0
+    assert w.tiers == ("ram", "disk")
+    once = len(reads)
+    assert reader.work() == 0
+    assert same(asked[0].payload, TOKENS, SALT)
+    assert len(reads) == once
+    asked[0].match.release()
+    assert all(r.in_use == 0 for r in w.cache._kept.records.values())

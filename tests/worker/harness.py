@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, Saved
 from agentserve.worker.naming import namespace_of
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
-from statecache.durable import open_states
+from statecache.durable import DiskSettings, open_states
+from statecache.prefetch import Prefetcher
+from statecache.reader import Reader
 from statecache.store import StateCache
 from statecache.types import MarkerTable
 from tests.fakes.engine import EOS, FakeEngine
@@ -20,16 +23,31 @@ MARKERS = MarkerTable(think_open=(10,), think_close=(11,), call_open=(12,), call
 
 
 class Harness:
-    """clock_s: time as the loop sees it; starts now and moves only by hand. flushed: how many frames have been sent on."""
+    """clock_s: time as the loop sees it; starts now and moves only by hand. flushed: how many frames have been sent on.
+    disk: where a disk tier is. reader: reads it; start() it or call its work()."""
 
     def __init__(
-        self, *, ram_bytes: int = 1 << 20, chunk: int = 16, rows: int = 2, max_context: int = 4096, stays: bool = True
+        self,
+        *,
+        ram_bytes: int = 1 << 20,
+        chunk: int = 16,
+        rows: int = 2,
+        max_context: int = 4096,
+        stays: bool = True,
+        disk: Path | None = None,
     ) -> None:
         self.engine = FakeEngine(chunk=chunk, rows=rows, max_context=max_context)
-        self.cache: StateCache = open_states(*namespace_of(self.engine.info, self.engine.layout), ram_bytes).cache
+        names = namespace_of(self.engine.info, self.engine.layout)
+        settings = None if disk is None else DiskSettings(disk, 1 << 24, reserve_bytes=0)
+        self.states = open_states(*names, ram_bytes, settings)
+        self.cache: StateCache = self.states.cache
+        prefetcher = Prefetcher(self.cache)
+        self.reader = None if disk is None else Reader(prefetcher)
         self.frames: list[FromWorker] = []
         self.clock_s = time.monotonic()
-        self.bridge = StateBridge(self.engine, self.cache, stays=stays)
+        self.bridge = StateBridge(
+            self.engine, self.cache, self.states.want, stays=stays, prefetch=prefetcher, reader=self.reader
+        )
         self.loop = TurnLoop(self.engine, self.bridge, self.frames.append, flush=self._flush, clock=lambda: self.clock_s)
         self.flushed = 0
         self._count = 0

@@ -116,7 +116,7 @@ class World:
         return turn_id
 
     def step(self) -> None:
-        if self.loop.compiling:
+        if self.loop.elsewhere:
             self.loop.poll()
         if self.engine.has_work:
             self.loop.step()

@@ -102,7 +102,7 @@ def test_others_run_while_a_grammar_compiles_and_then_its_turn_begins(held: tupl
     h.loop.poll()
     h.run()
     assert isinstance(h.end(waiting), TurnFinished)
-    assert h.loop.compiling == 0
+    assert h.loop.elsewhere == 0
     h.assert_nothing_is_held()
 
 
@@ -146,7 +146,7 @@ def test_compiling_has_a_limit_and_deadlines_hold_meanwhile(held: tuple[Harness,
     end = h.end(late)
     assert isinstance(end, TurnFailed)
     assert end.code == "deadline_exceeded"
-    assert h.loop.compiling == 1
+    assert h.loop.elsewhere == 1
     h.clock_s += COMPILE_S
     h.loop.poll()
     end = h.end(slow)

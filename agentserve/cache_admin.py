@@ -1,0 +1,74 @@
+"""`/v1/cache`: what the tiers of saved states hold, and how much they may, for whoever runs the server.
+
+A budget belongs to all principals together, so only the server's own token may change it, and only from the same machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from agentserve.config import is_loopback
+from agentserve.errors import Forbidden, InvalidValue, ServerError
+from agentserve.http import json_response, read_object
+from agentserve.pages import principal_of
+from agentserve.security import OWNER
+from agentserve.services import Services
+from agentserve.worker.messages import Tiers
+
+
+class _Quota(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ram_bytes: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+    disk_bytes: Annotated[int, Meta(ge=0, le=1 << 62)] | None = None
+
+
+class CacheApi:
+    """Endpoints over one set of services."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/cache", self.get, methods=["GET"]),
+            Route("/v1/cache/quota", self.quota, methods=["POST"]),
+        ]
+
+    async def get(self, request: Request) -> Response:
+        _check_owner(request)
+        return self._answer(await self.services.worker.tiers())
+
+    async def quota(self, request: Request) -> Response:
+        """Takes effect at once: what is over a smaller budget is evicted, except what is in use or pinned."""
+        _check_owner(request)
+        body = await read_object(request, self.services, _Quota)
+        if body.ram_bytes is None and body.disk_bytes is None:
+            raise InvalidValue("got no budget; accepted: ram_bytes, disk_bytes or both")
+        return self._answer(await self.services.worker.tiers(ram_bytes=body.ram_bytes, disk_bytes=body.disk_bytes))
+
+    def _answer(self, tiers: Tiers | None) -> Response:
+        if tiers is None:
+            raise ServerError("no worker is ready to answer; retry")
+        if tiers.refused:
+            raise InvalidValue(tiers.refused, "disk_bytes")
+        model, hello = self.services.config.model, self.services.worker.hello
+        return json_response(
+            {
+                "object": "cache",
+                "namespace": None if hello is None else hello.namespace,
+                "tiers": tiers.rows,
+                "at_restart": {"ram_bytes": model.ram_cache_bytes, "disk_bytes": model.disk_cache_bytes},
+            }
+        )
+
+
+def _check_owner(request: Request) -> None:
+    if principal_of(request).id != OWNER:
+        raise Forbidden("only the server's own token may look at the saved states of all", "token")
+    peer = request.client
+    if peer is None or not is_loopback(peer.host):
+        raise Forbidden("only programs on the server's own machine may do this", "host")
