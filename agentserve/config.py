@@ -58,7 +58,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What one client may use.
 
     frame_bytes: of one message or body. items: in one `input`. connections: sockets in all, and of one principal.
-    lanes: named streams of one connection. waiting_turns: queued behind others on one connection.
+    lanes: named streams of one connection. waiting_turns, waiting_bytes: queued behind others on one connection.
     buffer_bytes, buffer_events: unsent events of one connection. slow_s: how long that buffer may stay full.
     connection_s: age at which a socket is closed after its turns, 0 = none.
     turns_per_principal: that run or wait at once, by every API. turns_per_minute: of one principal, 0 = no limit.
@@ -71,6 +71,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     connections_per_principal: Count = 512
     lanes: Count = 32
     waiting_turns: Count = 64
+    waiting_bytes: Count = 64 << 20
     buffer_bytes: Count = 8 << 20
     buffer_events: Count = 1024
     slow_s: Seconds = 30.0

@@ -119,7 +119,7 @@ class Connection:
         self._send = send
         self._headers: Mapping[str, str] = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
-        self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns)
+        self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns, limits.waiting_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._expectation = Expectation(services.store, services.worker, principal)
         self._steering = Steering(self._put_frame, limits.items)
@@ -238,7 +238,7 @@ class Connection:
             lane = stream_id_of(envelope.stream_id)
             frame = decode_frame(envelope, text)
             if isinstance(frame, ResponseCreate):
-                self._create(frame, lane)
+                self._create(frame, text)
                 return False
             if isinstance(frame, ResponseCancel):
                 self._cancel(frame, lane)
@@ -256,13 +256,13 @@ class Connection:
             self._refuse(ServerError("the server failed on this frame"), lane)
         return True
 
-    def _create(self, frame: ResponseCreate, lane: str | UnsetType) -> None:
+    def _create(self, frame: ResponseCreate, text: str) -> None:
         request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
         self._expectation.goes_on(frame.previous_response_id)
-        self._submit(request)
+        self._submit(request, len(text) if text.isascii() else len(text.encode()))
 
-    def _submit(self, job: Job) -> None:
-        if self._lanes.submit(job.stream_id, job):
+    def _submit(self, job: Job, size: int = 0) -> None:
+        if self._lanes.submit(job.stream_id, job, size):
             self._begin(job)
 
     def _begin(self, job: Job) -> None:

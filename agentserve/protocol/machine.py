@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}\Z", re.ASCII)
 
+RETRY_S = 5
+"""After which a turn that found no room is worth another try: those before it end sooner or later."""
+
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 # State → event → next state. An item's states are named after its type; `closing` waits for output_item.done.
@@ -94,11 +97,11 @@ class ResponseOrder:
 
 @dataclass(slots=True)
 class Lane(Generic[T]):
-    """One FIFO of turns. active: the turn that runs now."""
+    """One FIFO of turns. active: the turn that runs now. waiting: those behind it, with their bytes."""
 
     name: str | None
     active: T | None = None
-    waiting: deque[T] = field(default_factory=deque)
+    waiting: deque[tuple[T, int]] = field(default_factory=deque)
 
 
 def stream_id_of(value: Any) -> str | UnsetType:
@@ -113,17 +116,20 @@ def stream_id_of(value: Any) -> str | UnsetType:
 class Lanes(Generic[T]):
     """Lanes of one connection: FIFO per lane, one active turn per lane, lanes interleave.
 
-    A lane keeps its name for the life of the connection. max_lanes counts named ones; max_waiting counts queued turns of all.
+    A lane keeps its name for the life of the connection. max_lanes counts named ones; max_waiting counts queued turns of all,
+    max_waiting_bytes their bytes.
     """
 
-    def __init__(self, max_lanes: int = 32, max_waiting: int = 64) -> None:
+    def __init__(self, max_lanes: int = 32, max_waiting: int = 64, max_waiting_bytes: int = 64 << 20) -> None:
         self.max_lanes = max_lanes
         self.max_waiting = max_waiting
+        self.max_waiting_bytes = max_waiting_bytes
+        self.waiting_bytes = 0
         self.closed = False
         self._lanes: dict[str | None, Lane[T]] = {None: Lane(None)}
 
-    def submit(self, stream_id: str | UnsetType, turn: T) -> bool:
-        """True: start it now. False: it waits its turn; after `close` it is dropped.
+    def submit(self, stream_id: str | UnsetType, turn: T, size: int = 0) -> bool:
+        """True: start it now. False: it waits its turn; after `close` it is dropped. size: bytes that it takes while it waits.
 
         Raises StreamLimitReached, RateLimitExceeded.
         """
@@ -134,14 +140,21 @@ class Lanes(Generic[T]):
             lane.active = turn
             return True
         if self.waiting >= self.max_waiting:
-            raise RateLimitExceeded(f"{self.waiting} turns wait on this connection, at most {self.max_waiting}", 5)
-        lane.waiting.append(turn)
+            raise RateLimitExceeded(f"{self.waiting} turns wait on this connection, at most {self.max_waiting}", RETRY_S)
+        if self.waiting_bytes + size > self.max_waiting_bytes:
+            held = f"turns of {self.waiting_bytes} bytes wait on this connection, at most {self.max_waiting_bytes} may"
+            raise RateLimitExceeded(f"{held}; this one has {size}", RETRY_S)
+        self.waiting_bytes += size
+        lane.waiting.append((turn, size))
         return False
 
     def finished(self, stream_id: str | UnsetType) -> T | None:
         """The lane's active turn ended; returns the next one to start. After `close` nothing starts."""
         lane = self._lanes[None if stream_id is UNSET else stream_id]
-        lane.active = lane.waiting.popleft() if lane.waiting and not self.closed else None
+        lane.active = None
+        if lane.waiting:
+            lane.active, size = lane.waiting.popleft()
+            self.waiting_bytes -= size
         return lane.active
 
     def succeed(self, stream_id: str | UnsetType, turn: T) -> bool:
@@ -165,6 +178,7 @@ class Lanes(Generic[T]):
     def close(self) -> None:
         """Drop what waits; what runs may end."""
         self.closed = True
+        self.waiting_bytes = 0
         for lane in self._lanes.values():
             lane.waiting.clear()
 

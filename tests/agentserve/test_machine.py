@@ -107,30 +107,34 @@ class LanesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lanes: Lanes[int] = Lanes(max_lanes=3, max_waiting=4)
+        self.lanes: Lanes[int] = Lanes(max_lanes=3, max_waiting=4, max_waiting_bytes=100)
         self.model: dict[Any, deque[int]] = {UNSET: deque()}
+        self.sizes: dict[int, int] = {}
         self.next_turn = 0
         self.closed = False
 
-    @rule(lane=st.sampled_from([UNSET, "a", "b", "c", "d"]))
-    def submit(self, lane: Any) -> None:
+    @rule(lane=st.sampled_from([UNSET, "a", "b", "c", "d"]), size=st.integers(0, 110))
+    def submit(self, lane: Any, size: int) -> None:
         turn = self.next_turn
         if self.closed:
-            assert not self.lanes.submit(lane, turn)
+            assert not self.lanes.submit(lane, turn, size)
             return
-        waiting = sum(max(0, len(q) - 1) for q in self.model.values())
+        waiting = [t for q in self.model.values() for t in list(q)[1:]]
+        room = len(waiting) < 4 and sum(self.sizes[t] for t in waiting) + size <= 100
         try:
-            started = self.lanes.submit(lane, turn)
+            started = self.lanes.submit(lane, turn, size)
         except StreamLimitReached:
             assert lane not in self.model
             assert len(self.model) == 4
         except RateLimitExceeded:
-            assert waiting >= 4
+            assert not room
             assert self.model[lane]
         else:
             queue = self.model.setdefault(lane, deque())
             assert started == (not queue)
+            assert started or room
             queue.append(turn)
+            self.sizes[turn] = size
             self.next_turn += 1
 
     @precondition(lambda self: any(self.model.values()))
@@ -149,6 +153,7 @@ class LanesMachine(RuleBasedStateMachine):
         assert started == (not self.closed)
         if started:
             self.model[lane][0] = self.next_turn
+            self.sizes[self.next_turn] = 0
             self.next_turn += 1
 
     @rule()
@@ -164,6 +169,7 @@ class LanesMachine(RuleBasedStateMachine):
         assert set(self.lanes.all_active()) == {q[0] for q in self.model.values() if q}
         for lane, queue in self.model.items():
             assert self.lanes.active(lane) == (queue[0] if queue else None)
+        assert self.lanes.waiting_bytes == sum(self.sizes[t] for q in self.model.values() for t in list(q)[1:])
 
 
 LanesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -83,6 +83,29 @@ def test_turns_of_one_lane_run_one_after_the_other(server: FakeServer, socket: C
     assert check(first)["id"] != check(second)["id"]
 
 
+def test_turns_that_wait_are_bounded_in_bytes_and_the_refused_one_can_come_again() -> None:
+    gate = asyncio.Event()
+    with (
+        running(config_for_tests(limits={"waiting_bytes": 4000})) as small,
+        connect(small.ws_url, additional_headers=AUTH, max_size=None) as socket,
+    ):
+        small.worker.scripts.append(lambda start: [gate, *answer("first")(start)])
+        send(socket, input="x" * 8000)  # nothing runs, so it need not wait
+        wait_for(lambda: small.worker.starts)
+        send(socket, input="ü" * 1900)
+        send(socket, input="y" * 200)
+        *begun, refused = until_terminal(socket)
+        assert (refused["status"], refused["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused["error"]["message"].endswith("try again in 5s")
+        assert "at most 4000 may" in refused["error"]["message"]
+        small.call(gate.set)
+        check(begun + until_terminal(socket))
+        check(until_terminal(socket))
+        send(socket, input="y" * 200)
+        check(until_terminal(socket))
+        assert small.api.sockets._open.copy().pop()._lanes.waiting_bytes == 0
+
+
 def test_a_turn_follows_its_parent_with_the_items_of_both(server: FakeServer, socket: ClientConnection) -> None:
     server.worker.scripts.append(answer(call("f", "{}")))
     send(socket, input="go", tools=[{"type": "function", "name": "f"}])
