@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 
 from agentserve.constraints.lark import COMPACT, JSON_OPTIONS, between_slashes
 from agentserve.constraints.output import ANY_OBJECT, OutputRule, Schema, TextForm
+from agentserve.constraints.reasons import stated
 from agentserve.constraints.schemas import check, enforceable
 from agentserve.errors import InvalidValue, UnsupportedValue
 from agentserve.protocol.items import CUSTOM_INPUT, CustomTool, Tool
@@ -172,7 +173,7 @@ def _regex(pattern: str | None, where: str) -> str:
         raise InvalidValue(f"not a regular expression: it {error}", where) from None
     reason = LLMatcher.validate_grammar(f"start: /{inner}/")
     if reason:
-        raise InvalidValue(f"not a regular expression that can be enforced: {_last_line(reason)}", where)
+        raise InvalidValue(f"not a regular expression that can be enforced: {stated(reason)}", where)
     return inner
 
 
@@ -180,9 +181,5 @@ def _lark(definition: str | None, where: str) -> str:
     definition = _text(definition, where)
     reason = LLMatcher.validate_grammar(definition)
     if reason:
-        raise InvalidValue(f"not a grammar that can be enforced: {reason.splitlines()[0]}", where)
+        raise InvalidValue(f"not a grammar that can be enforced: {stated(reason)}", where)
     return definition
-
-
-def _last_line(reason: str) -> str:
-    return next((line.strip() for line in reversed(reason.splitlines()) if line.strip()), "refused")

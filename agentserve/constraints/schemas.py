@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentserve.constraints.output import Schema
+from agentserve.constraints.reasons import stated
 from agentserve.errors import InvalidValue, UnsupportedValue
 from agentserve.protocol.items import MAX_DEPTH, nesting
 
@@ -179,8 +180,7 @@ def check(schema: Schema, where: str, refusal: Callable[[Schema], str]) -> None:
             if isinstance(part, dict) and (why := refusal({**definitions, **part})):
                 at, node, reason, found = f"{at}{step}", part, why, True
                 break
-    first = next((line.strip() for line in reversed(reason.splitlines()) if line.strip()), "refused")
-    raise UnsupportedValue(f"this schema cannot be enforced: {first}", at)
+    raise UnsupportedValue(f"this schema cannot be enforced: {stated(reason)}", at)
 
 
 def _parts(node: Mapping[str, Any]) -> list[tuple[str, Any]]:

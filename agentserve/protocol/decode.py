@@ -294,7 +294,7 @@ def _part(raw: Raw, where: str) -> Part:
     known = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if known is not None:
         return decode(raw, known, where)
-    if kind in _OTHER_PARTS:
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
         raise UnsupportedValue(f"content of type '{kind}' is not supported by this model; accepted: {_ACCEPTED_PARTS}", where)
     got = f"'{kind[:64]}'" if isinstance(kind, str) else f"`{kind_of(kind)}`"
     raise InvalidValue(f"unknown content type {got}; accepted: {_ACCEPTED_PARTS}", f"{where}.type")
