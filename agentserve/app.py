@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -15,13 +16,14 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 import statecache.index.connect
-from agentserve.config import Config, unknown_names
+from agentserve.config import Config, ModelConfig, unknown_names
 from agentserve.dialects.registry import DIALECTS
 from agentserve.errors import ConfigError
 from agentserve.listen import listen
 from agentserve.metrics import Metrics
 from agentserve.sealing import Seal
 from agentserve.security import load_tokens
+from agentserve.served import Served
 from agentserve.server import DrainingServer, create_app, uvicorn_config
 from agentserve.services import Services
 from agentserve.session.database import connect, upgrade
@@ -29,8 +31,11 @@ from agentserve.session.store import SqlStore
 from agentserve.text.errors import TextError
 from agentserve.text.model_text import ModelText
 from agentserve.worker.client import WorkerClient
+from agentserve.worker.fleet import Fleet
 from agentserve.worker.settings import WorkerSettings
+from agentserve.worker.shares import Share, shares
 from agentserve.worker.supervisor import Spawn, Supervisor, spawn_worker
+from statecache.directory import label_of
 
 log = logging.getLogger(__name__)
 RENDER_THREADS = 2
@@ -39,11 +44,13 @@ RENDER_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One server, ready to be run by `serve()`. fresh_token: the token if it was generated just now."""
+    """One server, ready to be run by `serve()`. fresh_token: the token if it was generated just now.
+
+    fleets: the workers of each model, in the order of `config.served`.
+    """
 
     config: Config
-    worker: WorkerClient
-    supervisor: Supervisor
+    fleets: tuple[Fleet, ...]
     server: DrainingServer
     store: SqlStore
     fresh_token: str | None
@@ -75,28 +82,38 @@ def compose(config: Config, spawn: Spawn = spawn_worker) -> Application:
     make_state_dir(config)
     tokens, fresh_token = load_tokens(config.server)
     metrics = Metrics()
-    worker = WorkerClient()
-    worker.on_load = metrics.load
-    supervisor = Supervisor(worker, worker_settings(config), spawn=spawn)
-    metrics.watch_worker(lambda: worker.ready, lambda: supervisor.restarts)
+    workers = [
+        (share, Supervisor(WorkerClient(), worker_settings(config, share), spawn=spawn)) for share in shares(config.served)
+    ]
+    for share, supervisor in workers:
+        metrics.watch_worker(share.label, supervisor)
+    fleets = tuple(
+        Fleet([supervisor.client for share, supervisor in workers if share.model is model]) for model in config.served
+    )
+    for model, fleet in zip(config.served, fleets, strict=True):
+        metrics.watch_fleet(model.name, fleet)
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
     store = make_store(config)
     seal = Seal.load(Path(config.state_dir) / "seal.key")
-    services = Services(config, load_text(config, store), store, worker, threads, metrics, seal=seal)
+    models = tuple(
+        Served(model.name, load_text(model, store), fleet) for model, fleet in zip(config.served, fleets, strict=True)
+    )
+    services = Services(config, models, store, threads, metrics, seal=seal)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        supervisor.start()
+        for _share, supervisor in workers:
+            supervisor.start()
         try:
             yield
         finally:
-            await supervisor.stop(drain_s=5.0)
+            await asyncio.gather(*(supervisor.stop(drain_s=5.0) for _share, supervisor in workers))
             threads.shutdown(wait=False, cancel_futures=True)
             await store.close()
 
     app, api = create_app(services, tokens, lifespan)
     server = DrainingServer(uvicorn_config(app, services), api)
-    return Application(config, worker, supervisor, server, store, fresh_token)
+    return Application(config, fleets, server, store, fresh_token)
 
 
 def make_state_dir(config: Config) -> None:
@@ -125,18 +142,18 @@ async def open_store(store: SqlStore, config: Config) -> None:
         raise ConfigError(f"the sessions database {where} cannot be used: {' '.join(str(reason).split())}") from error
 
 
-def load_text(config: Config, store: SqlStore) -> ModelText:
-    """Tokenizer, template and dialect of the served model. Raises ConfigError with what is wrong in its directory."""
-    dialect = None if config.model.dialect == "auto" else config.model.dialect
+def load_text(model: ModelConfig, store: SqlStore) -> ModelText:
+    """Tokenizer, template and dialect of a served model. Raises ConfigError with what is wrong in its directory."""
+    dialect = None if model.dialect == "auto" else model.dialect
     if dialect is not None and dialect not in DIALECTS:
         raise ConfigError(f"model.dialect: got '{dialect}'; accepted: auto, {', '.join(DIALECTS)}")
     try:
-        return ModelText.load(Path(config.model.dir), dialect=dialect, book=store.aliases)
+        return ModelText.load(Path(model.dir), dialect=dialect, book=store.aliases)
     except (TextError, OSError, ValueError) as error:
-        raise ConfigError(f"model {config.model.dir}: {error}") from error
+        raise ConfigError(f"model {model.dir}: {error}") from error
     except (AttributeError, LookupError, TypeError) as error:
         what = "tokenizer_config.json or the chat template is not shaped as such files are"
-        raise ConfigError(f"model {config.model.dir}: {what} ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"model {model.dir}: {what} ({type(error).__name__}: {error})") from error
 
 
 def migrate(config: Config) -> str:
@@ -151,21 +168,26 @@ def migrate(config: Config) -> str:
         index.dispose()
 
 
-def worker_settings(config: Config) -> WorkerSettings:
-    """What the worker is told of the settings."""
-    model = config.model
+def worker_settings(config: Config, share: Share) -> WorkerSettings:
+    """What a worker is told of the settings."""
+    model = share.model
+    everybody = tuple(label_of(one.model.name, one.number) for one in shares(config.served))
     return WorkerSettings(
         model_dir=model.dir,
         model_name=model.name,
         state_dir=config.state_dir,
         device=model.device,
         threads=model.threads,
-        ram_cache_bytes=model.ram_cache_bytes,
+        ram_cache_bytes=share.ram_cache_bytes,
         disk_cache_bytes=model.disk_cache_bytes,
         disk_reserve_bytes=model.disk_reserve_bytes,
         disk_bytes_per_hour=model.disk_bytes_per_hour,
         device_residency=model.device_residency,
         checkpoints_url=model.checkpoints_url,
         log_level=config.log.level,
+        worker=share.number,
+        gpu=share.gpu,
+        beside=everybody if len(everybody) > 1 else (),
+        gpu_sharers=share.gpu_sharers,
         engine={**({"vram_bytes": model.vram_bytes} if model.vram_bytes else {}), **model.engine},
     )

@@ -5,6 +5,8 @@ A budget belongs to all principals together, so only the server's own token may 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -18,6 +20,7 @@ from agentserve.http import json_response, read_object
 from agentserve.pages import principal_of
 from agentserve.security import OWNER
 from agentserve.services import Services
+from agentserve.worker.fleet import merged
 from agentserve.worker.messages import Tiers
 
 
@@ -40,7 +43,7 @@ class CacheApi:
 
     async def get(self, request: Request) -> Response:
         _check_owner(request)
-        return self._answer(await self.services.worker.tiers())
+        return self._answer(merged(await asyncio.gather(*(model.worker.tiers() for model in self.services.models))))
 
     async def quota(self, request: Request) -> Response:
         """Takes effect at once: what is over a smaller budget is evicted, except what is in use or pinned."""
@@ -48,22 +51,38 @@ class CacheApi:
         body = await read_object(request, self.services, _Quota)
         if body.ram_bytes is None and body.disk_bytes is None:
             raise InvalidValue("got no budget; accepted: ram_bytes, disk_bytes or both")
-        return self._answer(await self.services.worker.tiers(ram_bytes=body.ram_bytes, disk_bytes=body.disk_bytes))
+        parts = _parts(body.ram_bytes, [model.ram_cache_bytes for model in self.services.config.served])
+        answers = (
+            model.worker.tiers(ram_bytes=part, disk_bytes=body.disk_bytes)
+            for model, part in zip(self.services.models, parts, strict=True)
+        )
+        return self._answer(merged(await asyncio.gather(*answers)))
 
     def _answer(self, tiers: Tiers | None) -> Response:
         if tiers is None:
             raise ServerError("no worker is ready to answer; retry")
         if tiers.refused:
             raise InvalidValue(tiers.refused, "disk_bytes")
-        model, hello = self.services.config.model, self.services.worker.hello
+        served, hello = self.services.config.served, self.services.models[0].worker.hello
         return json_response(
             {
                 "object": "cache",
                 "namespace": None if hello is None else hello.namespace,
                 "tiers": tiers.rows,
-                "at_restart": {"ram_bytes": model.ram_cache_bytes, "disk_bytes": model.disk_cache_bytes},
+                "at_restart": {
+                    "ram_bytes": sum(model.ram_cache_bytes for model in served),
+                    "disk_bytes": served[0].disk_cache_bytes,
+                },
             }
         )
+
+
+def _parts(total: int | None, weights: Sequence[int]) -> list[int | None]:
+    """A total divided as the models' settings divide theirs; equally where those have none."""
+    if total is None:
+        return [None] * len(weights)
+    whole = sum(weights)
+    return [total * weight // whole if whole else total // len(weights) for weight in weights]
 
 
 def _check_owner(request: Request) -> None:

@@ -92,7 +92,7 @@ def _memory_share() -> int:
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The served model.
+    """A served model.
 
     dir: a Hugging Face checkpoint directory; empty = the embedded demo model. name: what clients call it; empty = the
     directory's name. aliases: other names that are accepted; "*" accepts any.
@@ -105,6 +105,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device_residency: let saved states stay in the engine's pools until a turn needs the room.
     checkpoints_url: SQLAlchemy URL of the index over them; empty = SQLite in the state directory.
     engine: further fields of the engine's config, by name.
+    workers: processes that serve it side by side, 0 = one for each of gpus, else one. They share ram_cache_bytes.
+    gpus: indices of devices; the n-th worker takes the n-th of them, from the start again where there are fewer.
     """
 
     dir: str = ""
@@ -121,6 +123,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device_residency: bool = True
     checkpoints_url: str = ""
     engine: dict[str, int | float | str | bool] = {}
+    workers: Annotated[int, Meta(ge=0, le=64)] = 0
+    gpus: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+
+    @property
+    def worker_count(self) -> int:
+        return self.workers or max(1, len(self.gpus))
 
 
 class TurnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +164,10 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. state_dir: databases, the token and checkpoints; empty = the user's state directory."""
+    """All settings. state_dir: databases, the token and checkpoints; empty = the user's state directory.
+
+    model: the served model; of several (`[[models]]`) the first. models: all of several, none if there is one.
+    """
 
     state_dir: str = ""
     server: ServerConfig = ServerConfig()
@@ -165,6 +176,12 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     turn: TurnConfig = TurnConfig()
     store: StoreConfig = StoreConfig()
     log: LogConfig = LogConfig()
+    models: tuple[ModelConfig, ...] = ()
+
+    @property
+    def served(self) -> tuple[ModelConfig, ...]:
+        """Every served model; clients that name none get the first."""
+        return self.models or (self.model,)
 
 
 _SECTIONS: dict[str, type[Struct]] = {
@@ -204,13 +221,19 @@ def load(
     environ: for tests. Raises ConfigError.
     """
     env = os.environ if environ is None else environ
-    config = Config()
+    config, several, origin = Config(), None, ""
     path = file if file is not None else env.get(PREFIX + "CONFIG")
     if path:
-        config = _overlay(config, _read_toml(Path(path)), f"file {path}")
+        values, origin = _read_toml(Path(path)), f"file {path}"
+        several = values.pop("models", None)
+        config = _overlay(config, values, origin)
     config = _overlay(config, _from_environ(env), "the environment")
     named = {k: v for k, v in (flags or {}).items() if v is not None}
+    if "models" in named:
+        several, origin = named.pop("models"), "the command line"
     config = _overlay(config, _nested(named), "the command line")
+    if several:
+        config = msgspec.structs.replace(config, models=_several(config, several, origin))
     if not config.state_dir:
         base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", ".")) / ".local" / "state")
         config = msgspec.structs.replace(config, state_dir=str(Path(base) / "agentserve"))
@@ -278,16 +301,40 @@ def _overlay(config: Config, values: Mapping[str, Any], origin: str) -> Config:
         raise ConfigError(f"bad setting in {origin}: {_reason(exc, merged)}") from exc
 
 
-def _reason(error: msgspec.ValidationError, values: Any) -> str:
+def _several(config: Config, entries: Any, origin: str) -> tuple[ModelConfig, ...]:
+    """`[[models]]`: what an entry leaves out is as in `[model]`, but for its name and aliases.
+
+    Those that name no `ram_cache_bytes` of their own share that of `[model]`, by their workers.
+    """
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"bad setting in {origin}: models: a list of tables is expected, [[models]]")
+    common = msgspec.to_builtins(config.model) | {"name": "", "aliases": ()}
+    models: list[ModelConfig] = []
+    for number, entry in enumerate(entries):
+        try:
+            models.append(msgspec.convert(common | entry, ModelConfig, strict=False))
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"bad setting in {origin}: models[{number}]: {_reason(exc, {'model': entry}, 'model')}") from exc
+    sharing = sum(m.worker_count for m, entry in zip(models, entries, strict=True) if "ram_cache_bytes" not in entry)
+    return tuple(
+        model
+        if "ram_cache_bytes" in entry
+        else msgspec.structs.replace(model, ram_cache_bytes=model.ram_cache_bytes * model.worker_count // sharing)
+        for model, entry in zip(models, entries, strict=True)
+    )
+
+
+def _reason(error: msgspec.ValidationError, values: Any, section: str = "") -> str:
     """`section.field: what is wrong`. Of values, only numbers are shown: a text may be a secret."""
     unknown = unknown_field(error)
     if unknown is not None:
-        name, field = unknown[0].removeprefix("."), unknown[1]
+        name, field = section or unknown[0].removeprefix("."), unknown[1]
         known = _SECTIONS[name].__struct_fields__ if name in _SECTIONS else Config.__struct_fields__
         like = difflib.get_close_matches(field, known, n=1)
         place = f"[{name}]" if name else "the top level"
         return f"{place} has no setting '{field}'; " + (f"is '{like[0]}' meant?" if like else f"it has {', '.join(known)}")
-    message, path = explain(error, Config)
+    message, path = explain(error, _SECTIONS.get(section, Config))
+    path = f".{section}{path}" if section else path
     name = path.removeprefix(".")
     for part in name.split(".") if name else ():
         values = values.get(part) if isinstance(values, dict) else None
@@ -297,20 +344,36 @@ def _reason(error: msgspec.ValidationError, values: Any) -> str:
 
 def _finish(config: Config) -> Config:
     state = Path(config.state_dir).expanduser().absolute()
-    server, model, store = config.server, config.model, config.store
+    server, store = config.server, config.store
     if server.auth == "none" and not is_loopback(server.host):
         raise ConfigError(f"server.auth is 'none', so server.host must be loopback, not {server.host}")
-    if not model.dir:
-        model = msgspec.structs.replace(model, dir=str(Path(__file__).parent / "demo_model"), name=model.name or "demo")
-    if not model.name:
-        model = msgspec.structs.replace(model, name=Path(model.dir).expanduser().absolute().name)
+    models = tuple(_named(model, state) for model in config.models)
+    model = models[0] if models else _named(config.model, state)
+    _check_names(models)
     if not server.token_file:
         server = msgspec.structs.replace(server, token_file=str(state / "token"))
     if not store.url:
         store = msgspec.structs.replace(store, url=f"sqlite:///{state / 'sessions.db'}")
+    return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store, models=models)
+
+
+def _named(model: ModelConfig, state: Path) -> ModelConfig:
+    """With everything that is empty filled in."""
+    if not model.dir:
+        model = msgspec.structs.replace(model, dir=str(Path(__file__).parent / "demo_model"), name=model.name or "demo")
+    if not model.name:
+        model = msgspec.structs.replace(model, name=Path(model.dir).expanduser().absolute().name)
     if not model.checkpoints_url:
         model = msgspec.structs.replace(model, checkpoints_url=f"sqlite:///{state / 'checkpoints.db'}")
-    return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store)
+    return model
+
+
+def _check_names(models: tuple[ModelConfig, ...]) -> None:
+    names = [name for model in models for name in {model.name, *model.aliases}]
+    for name in names:
+        if names.count(name) > 1:
+            hint = "give each of [[models]] its own name; several workers of one model are its `workers`"
+            raise ConfigError(f"models: '{name}' means two of them; {hint}")
 
 
 _LOOPBACK_IPV4 = re.compile(r"127(?:\.(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])){1,3}")

@@ -121,7 +121,7 @@ class Connection:
         self._socket: DirectSocket | None = scope.get("extensions", {}).get(EXTENSION)
         self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns, limits.waiting_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._expectation = Expectation(services.store, services.worker, principal)
+        self._expectation = Expectation(services.store, services.models, principal)
         self._steering = Steering(self._put_frame, limits.items)
         self._ending: _Ending | None = None
         self._writer: asyncio.Task[None] | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 
 from agentserve.context import named_session
 from agentserve.errors import ApiError
 from agentserve.events import new_id
 from agentserve.interfaces import Principal, Store, StoredResponse, Worker
 from agentserve.request import header_session
+from agentserve.served import Served
 
 log = logging.getLogger(__name__)
 
@@ -18,13 +19,13 @@ log = logging.getLogger(__name__)
 class Expectation:
     """Of one socket: what it said when it connected, or first, about where its client goes on. Close it with the socket."""
 
-    def __init__(self, store: Store, worker: Worker, principal: Principal) -> None:
+    def __init__(self, store: Store, models: Sequence[Served], principal: Principal) -> None:
         self._store = store
-        self._worker = worker
+        self._models = models
         self._principal = principal
         self._key = new_id("expect")
         self._task: asyncio.Task[None] | None = None
-        self._told = False
+        self._told: Worker | None = None
 
     def connected(self, headers: Mapping[str, str]) -> None:
         """Names of sessions in the headers of the handshake."""
@@ -40,8 +41,8 @@ class Expectation:
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        if self._told:
-            self._worker.unexpect(self._key)
+        if self._told is not None:
+            self._told.unexpect(self._key)
 
     async def _last_of(self, session: str) -> StoredResponse | None:
         row = await self._store.session(self._principal.id, session)
@@ -58,6 +59,7 @@ class Expectation:
         except ApiError as error:
             log.debug("nothing expected code=%s", error.code)
             return
-        if found is not None:
-            self._told = True
-            self._worker.expect(self._key, found.prompt_ids + found.generated_ids, self._principal.salt)
+        model = None if found is None else next((m for m in self._models if m.name == found.model), None)
+        if found is not None and model is not None:
+            self._told = model.worker
+            model.worker.expect(self._key, found.prompt_ids + found.generated_ids, self._principal.salt, found.session)

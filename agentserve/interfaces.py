@@ -300,8 +300,8 @@ class Worker(Protocol):
 
     def forget(self, session: str) -> None: ...
 
-    def expect(self, key: str, ids: bytes, salt: bytes) -> None:
-        """A turn whose context begins with these tokens (u32le) will probably come. key: who expects it."""
+    def expect(self, key: str, ids: bytes, salt: bytes, session: str = "") -> None:
+        """A session's turn whose context begins with these tokens (u32le) will probably come. key: who expects it."""
         ...
 
     def unexpect(self, key: str) -> None: ...

@@ -5,13 +5,18 @@ The worker's own figures arrive with its Load reports and are shown as they were
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from agentserve.deadlines import DeadlineStatus
 from agentserve.worker.messages import Load, TurnFailed, TurnFinished
+
+if TYPE_CHECKING:
+    from agentserve.worker.fleet import Fleet
+    from agentserve.worker.supervisor import Supervisor
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -63,28 +68,35 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by where their state came from", ("source",))
         self._output_tokens = counter("output_tokens", "Generated tokens")
         self._written_tokens = counter("checkpoint_tokens_written", "Tokens whose state was newly saved")
-        self._restarts = gauge("worker_restarts", "Times the worker was started again")
-        self._ready = gauge("worker_ready", "1 while a worker is ready")
+        self._restarts = gauge("worker_restarts", "Times the worker was started again", ("worker",))
+        self._ready = gauge("worker_ready", "1 while a worker is ready", ("worker",))
+        self._pid = gauge("worker_pid", "Process of the worker, 0 while there is none; SIGTERM drains it", ("worker",))
+        self._spilled = gauge("turns_spilled", "Turns that left their session's worker, since another was sooner", ("model",))
+        self._moved = gauge("turns_moved", "Turns that ran again on another worker, since theirs had ended", ("model",))
         self._sockets = gauge("open_sockets", "Open WebSocket connections")
         self._refused = counter("connections_refused", "Connections refused before they were accepted", ("reason",))
         self._active = gauge("active_responses", "Responses that have not ended")
         self._errors = counter("errors", "Error events and responses by code", ("code",))
-        self._worker_turns = gauge("worker_turns", "Turns in the worker", ("state",))
-        self._waiting_tokens = gauge("worker_waiting_prefill_tokens", "Prompt tokens that wait for prefill")
+        self._worker_turns = gauge("worker_turns", "Turns in the worker", ("state", "worker"))
+        self._waiting_tokens = gauge("worker_waiting_prefill_tokens", "Prompt tokens that wait for prefill", ("worker",))
         self._rate = gauge(
-            "worker_tokens_per_second", "Speed that deadlines are predicted with: measured, before that assumed", ("phase",)
+            "worker_tokens_per_second",
+            "Speed that deadlines are predicted with: measured, before that assumed",
+            ("phase", "worker"),
         )
-        self._pages = gauge("worker_kv_pages", "KV pages", ("state",))
-        self._cache_bytes = gauge("checkpoint_bytes", "Bytes of saved state", ("tier",))
-        self._cache_count = gauge("checkpoints", "Saved checkpoints", ("tier",))
-        self._tier = gauge("checkpoint_tier", "Counts of a tier since the worker started", ("tier", "what"))
+        self._pages = gauge("worker_kv_pages", "KV pages", ("state", "worker"))
+        self._cache_bytes = gauge("checkpoint_bytes", "Bytes of saved state", ("tier", "worker"))
+        self._cache_count = gauge("checkpoints", "Saved checkpoints", ("tier", "worker"))
+        self._tier = gauge("checkpoint_tier", "Counts of a tier since the worker started", ("tier", "what", "worker"))
         self._write_back = gauge(
-            "checkpoint_write_back", "Checkpoints that wait for the disk, or were evicted before", ("what",)
+            "checkpoint_write_back", "Checkpoints that wait for the disk, or were evicted before", ("what", "worker")
         )
         self._prefetch = gauge(
-            "checkpoint_prefetch", "Checkpoints brought from disk before their turn came, and what became of them", ("what",)
+            "checkpoint_prefetch",
+            "Checkpoints brought from disk before their turn came, and what became of them",
+            ("what", "worker"),
         )
-        self._worker_counters = gauge("worker_counter", "Further counts that the worker reports", ("name",))
+        self._worker_counters = gauge("worker_counter", "Further counts that the worker reports", ("name", "worker"))
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,32 +145,40 @@ class Metrics:
 
     # ── worker ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def watch_worker(self, ready: Callable[[], bool], restarts: Callable[[], int]) -> None:
-        """Ask these whenever the metrics are read."""
-        self._ready.set_function(lambda: float(ready()))
-        self._restarts.set_function(lambda: float(restarts()))
+    def watch_worker(self, worker: str, supervisor: Supervisor) -> None:
+        """Ask these whenever the metrics are read. worker: label of one of them, its model's name and its number."""
+        client = supervisor.client
+        self._ready.labels(worker=worker).set_function(lambda: float(client.ready))
+        self._restarts.labels(worker=worker).set_function(lambda: float(supervisor.restarts))
+        self._pid.labels(worker=worker).set_function(lambda: float(supervisor.pid or 0))
+        client.on_load = partial(self.load, worker)
 
-    def load(self, load: Load) -> None:
-        self._worker_turns.labels(state="running").set(load.running)
-        self._worker_turns.labels(state="waiting").set(load.waiting)
-        self._waiting_tokens.set(load.waiting_prefill_tokens)
-        self._rate.labels(phase="prefill").set(load.prefill_tokens_per_s)
-        self._rate.labels(phase="decode").set(load.decode_tokens_per_s)
-        self._pages.labels(state="free").set(load.free_pages)
-        self._pages.labels(state="total").set(load.total_pages)
+    def load(self, worker: str, load: Load) -> None:
+        self._worker_turns.labels(state="running", worker=worker).set(load.running)
+        self._worker_turns.labels(state="waiting", worker=worker).set(load.waiting)
+        self._waiting_tokens.labels(worker=worker).set(load.waiting_prefill_tokens)
+        self._rate.labels(phase="prefill", worker=worker).set(load.prefill_tokens_per_s)
+        self._rate.labels(phase="decode", worker=worker).set(load.decode_tokens_per_s)
+        self._pages.labels(state="free", worker=worker).set(load.free_pages)
+        self._pages.labels(state="total", worker=worker).set(load.total_pages)
         for tier, size in load.cache_bytes.items():
-            self._cache_bytes.labels(tier=tier).set(size)
+            self._cache_bytes.labels(tier=tier, worker=worker).set(size)
         for tier, count in load.cache_checkpoints.items():
-            self._cache_count.labels(tier=tier).set(count)
+            self._cache_count.labels(tier=tier, worker=worker).set(count)
         for name, value in load.counters.items():
-            self._worker_counters.labels(name=name).set(value)
+            self._worker_counters.labels(name=name, worker=worker).set(value)
             tier, _, what = name.partition("_")
             if tier in load.cache_bytes:
-                self._tier.labels(tier=tier, what=what).set(value)
+                self._tier.labels(tier=tier, what=what, worker=worker).set(value)
             elif name.startswith("write_back_"):
-                self._write_back.labels(what=name.removeprefix("write_back_")).set(value)
+                self._write_back.labels(what=name.removeprefix("write_back_"), worker=worker).set(value)
             elif name.startswith("prefetch"):
-                self._prefetch.labels(what=name.removeprefix("prefetch_")).set(value)
+                self._prefetch.labels(what=name.removeprefix("prefetch_"), worker=worker).set(value)
+
+    def watch_fleet(self, model: str, fleet: Fleet) -> None:
+        """The same for the workers of one model together."""
+        self._spilled.labels(model=model).set_function(lambda: float(fleet.spilled))
+        self._moved.labels(model=model).set_function(lambda: float(fleet.moved))
 
     def render(self) -> bytes:
         """The text for `/metrics`, of type CONTENT_TYPE."""

@@ -47,7 +47,8 @@ async def output_rule(request: TurnRequest, context: Context, services: Services
     one_call = request.create.parallel_tool_calls is False
 
     def make() -> OutputRule | None:
-        return services.rules.rule(form, choice, context.tools, one_call=one_call, check=services.text.check_rule)
+        check = services.served(request.model).text.check_rule
+        return services.rules.rule(form, choice, context.tools, one_call=one_call, check=check)
 
     with fields_named(request.field_names):
         return await asyncio.get_running_loop().run_in_executor(services.threads, make)
@@ -55,7 +56,7 @@ async def output_rule(request: TurnRequest, context: Context, services: Services
 
 def render_request(request: TurnRequest, context: Context, services: Services, rule: OutputRule | None = None) -> RenderRequest:
     """The whole context of a turn, as it is rendered. Tools that may not be called are still part of it."""
-    hello = services.worker.hello
+    hello = services.served(request.model).worker.hello
     return RenderRequest(
         instructions=request.create.instructions,
         tools=context.tools,
@@ -77,7 +78,7 @@ async def render(request: TurnRequest, context: Context, services: Services, rul
 
     def normalise() -> tuple[RenderRequest, tuple[Normaliser, ...], np.ndarray | None]:
         shown, changed = request.normalisers.apply(sent)
-        return shown, changed, _beginning(sent, services.text) if changed else None
+        return shown, changed, _beginning(sent, services.served(request.model).text) if changed else None
 
     shown, changed, as_sent = await asyncio.get_running_loop().run_in_executor(services.threads, normalise)
     return Prompt(*await _fitting(request, shown, services), changed, as_sent)
@@ -93,10 +94,11 @@ def _beginning(sent: RenderRequest, text: Text) -> np.ndarray | None:
 
 
 async def _fitting(request: TurnRequest, whole: RenderRequest, services: Services) -> tuple[RenderRequest, Rendered]:
-    loop, hello = asyncio.get_running_loop(), services.worker.hello
+    loop, model = asyncio.get_running_loop(), services.served(request.model)
+    hello = model.worker.hello
 
     def run(wanted: RenderRequest) -> Future[Rendered]:
-        return loop.run_in_executor(services.threads, services.text.render, wanted)
+        return loop.run_in_executor(services.threads, model.text.render, wanted)
 
     if request.create.truncation != "auto" or hello is None:
         return whole, await run(whole)
@@ -125,7 +127,7 @@ async def count_tokens(request: TurnRequest, services: Services) -> int:
 
 def start_turn(request: TurnRequest, rendered: Rendered, services: Services, *, session: str, deadline_ms: int) -> StartTurn:
     """What the worker is told."""
-    hello = services.worker.hello
+    hello = services.served(request.model).worker.hello
     room = None if hello is None else hello.max_context - len(rendered.ids)
     options = request.options
     return StartTurn(

@@ -236,10 +236,13 @@ def _check_stop(stop: str | list[str] | None) -> None:
 
 
 def _model(name: str | None, config: Config) -> str:
-    model = config.model
-    if name is None or name == model.name or name in model.aliases or "*" in model.aliases:
+    """Its own name of the model that a client means. Raises ModelNotFound with all that are served."""
+    if name is None:
+        return config.model.name
+    served = config.served
+    for model in (*(m for m in served if name in (m.name, *m.aliases)), *(m for m in served if "*" in m.aliases)):
         return model.name
-    raise ModelNotFound(name[:128], (model.name, *model.aliases))
+    raise ModelNotFound(name[:128], tuple(known for m in served for known in (m.name, *m.aliases)))
 
 
 def _session_hint(create: ResponseCreate, headers: Mapping[str, str]) -> str | None:

@@ -41,6 +41,7 @@ from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
 from agentserve.protocol.items import ID_PREFIX, Item
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
+from agentserve.served import Served
 from agentserve.services import Services
 from agentserve.sessions import SessionsApi
 from agentserve.turn import Turn
@@ -143,24 +144,30 @@ class Api:
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def models(self, request: Request) -> Response:
-        models = [self._model_object(name) for name in self._model_names()]
+        models = [self._model_object(name, model) for name, model in self._models().items()]
         return page(models, more=False, id_of=lambda model: model["id"])
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["id"]
-        if name not in self._model_names():
-            raise NotFound(f"model '{name[:128]}' is not served here", "model")
-        return json_response(self._model_object(name))
+        models = self._models()
+        if name not in models:
+            raise NotFound(f"model '{name[:128]}' is not served here; served: {', '.join(models)}", "model")
+        return json_response(self._model_object(name, models[name]))
 
-    def _model_object(self, name: str) -> dict[str, Any]:
+    def _model_object(self, name: str, model: Served) -> dict[str, Any]:
         """context_length, not in the standard: tokens of prompt and answer; null while no worker has said."""
-        hello = self.services.worker.hello
+        hello = model.worker.hello
         length = None if hello is None else hello.max_context
         return {"id": name, "object": "model", "created": 0, "owned_by": "agentserve", "context_length": length}
 
-    def _model_names(self) -> list[str]:
-        model = self.services.config.model
-        return [model.name, *(alias for alias in model.aliases if alias not in ("*", model.name))]
+    def _models(self) -> dict[str, Served]:
+        """By every name that clients may use, but for `*`."""
+        return {
+            name: self.services.served(model.name)
+            for model in self.services.config.served
+            for name in (model.name, *model.aliases)
+            if name != "*"
+        }
 
     # ── operation ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from agentserve.config import Config
 from agentserve.constraints.rules import Rules
 from agentserve.idempotency import Claims
-from agentserve.interfaces import Store, Text, Worker
+from agentserve.interfaces import Store
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody
 from agentserve.quotas import Quotas
 from agentserve.replay import Endings
 from agentserve.sealing import Seal
-from agentserve.session.divergence import Contexts
+from agentserve.served import Served
 from agentserve.session.unstored import Unstored
 
 if TYPE_CHECKING:
@@ -27,18 +27,16 @@ if TYPE_CHECKING:
 class Services:
     """Each is used by all turns.
 
-    threads: runs rendering, which takes long for long contexts. contexts: the newest ones, to say why the next differ.
-    active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
+    models: those that are served; clients that name none get the first. threads: runs rendering, which takes long for long
+    contexts. active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
     rules: what answers must be. background: tasks that nobody waits for. seal: for what clients carry.
     """
 
     config: Config
-    text: Text
+    models: tuple[Served, ...]
     store: Store
-    worker: Worker
     threads: Executor
     metrics: Metrics = field(default_factory=Metrics)
-    contexts: Contexts = field(default_factory=Contexts)
     active: dict[str, Turn] = field(default_factory=dict)
     seal: Seal = field(default_factory=Seal)
     quotas: Quotas = field(init=False)
@@ -50,3 +48,10 @@ class Services:
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.config.limits)
+
+    def served(self, name: str) -> Served:
+        """A served model by its own name. Raises KeyError."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise KeyError(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.pages import limit_of, page, principal_of
 from agentserve.protocol.responses import ResponseBody, encode_body
 from agentserve.services import Services
+from agentserve.worker.messages import CheckpointRow
 
 
 class _Fork(Struct, frozen=True, kw_only=True):
@@ -63,12 +65,13 @@ class SessionsApi:
         known = self.services.unstored.forget(principal, session_id)
         if not await self.services.store.delete_session(principal, session_id) and not known:
             raise _no_session(session_id)
-        self.services.worker.forget(session_id)
+        for model in self.services.models:
+            model.worker.forget(session_id)
         return json_response({"id": session_id, "object": "session", "deleted": True})
 
     async def checkpoints(self, request: Request) -> Response:
         session = await self._find(request)
-        return json_response({"object": "list", "data": await self.services.worker.checkpoints(session.id)})
+        return json_response({"object": "list", "data": await self._checkpoints(session.id)})
 
     async def pin(self, request: Request) -> Response:
         return await self._pin(request, True)
@@ -79,10 +82,22 @@ class SessionsApi:
     async def _pin(self, request: Request, pinned: bool) -> Response:
         """Of the checkpoint that `?checkpoint=` names; without it the deepest is pinned, or all are released."""
         session, checkpoint = await self._find(request), request.query_params.get("checkpoint", "")
-        rows = await self.services.worker.pin(session.id, checkpoint, pinned)
-        if rows is None:
+        chosen = self.services.models
+        if pinned and not checkpoint:
+            last = None if session.last_response is None else await self._last(request, session.last_response)
+            chosen = tuple(m for m in chosen if last is not None and m.name == last.model) or chosen[:1]
+        answers = await asyncio.gather(*(model.worker.pin(session.id, checkpoint, pinned) for model in chosen))
+        if all(answer is None for answer in answers):
             raise NotFound(f"no checkpoint '{checkpoint[:128]}' in this session", "checkpoint")
-        return json_response({"object": "list", "data": rows})
+        return json_response({"object": "list", "data": await self._checkpoints(session.id)})
+
+    async def _last(self, request: Request, response_id: str) -> StoredResponse | None:
+        return await self.services.store.get(principal_of(request).id, response_id)
+
+    async def _checkpoints(self, session_id: str) -> list[CheckpointRow]:
+        """Of all models that the session used."""
+        lists = await asyncio.gather(*(model.worker.checkpoints(session_id) for model in self.services.models))
+        return [row for rows in lists for row in rows]
 
     async def fork(self, request: Request) -> Response:
         """A session of its own that begins with what another says up to a response (`{"response_id": …}`, else its last)."""

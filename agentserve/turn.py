@@ -54,7 +54,7 @@ async def run_turn(request: TurnRequest, services: Services, sink: Sink, local: 
                 body, events = stored_history(known)
                 await send([on_lane(event, request.stream_id) for event in events], sink)
                 return body
-            services.quotas.begin(request.principal.id, services.worker.load)
+            services.quotas.begin(request.principal.id, services.served(request.model).worker.load)
             counted = True
             if request.store:
                 await services.quotas.check_stored(request.principal.id, services.store)
@@ -86,6 +86,7 @@ class Turn:
         self.rule = rule
         self.context = context
         self.services = services
+        self.model = services.served(request.model)
         self.local = local
         self.sink = Audience(
             history=self.history,
@@ -179,7 +180,7 @@ class Turn:
         """Stop at the next step; the response ends as incomplete."""
         self.cancelled = True
         if self._started:
-            self.services.worker.cancel(self.request.id)
+            self.model.worker.cancel(self.request.id)
 
     def steer(self) -> None:
         """Stop at the next item boundary; before the first token that is now."""
@@ -187,7 +188,7 @@ class Turn:
         if self._stream is not None:
             self._stream.stop_at_boundary()
             if not self._stream.generated and self._started:
-                self.services.worker.cancel(self.request.id)
+                self.model.worker.cancel(self.request.id)
 
     def history(self, next_number: int) -> list[Event]:
         """The events so far, from a number on."""
@@ -213,7 +214,7 @@ class Turn:
 
     async def generate(self, prompt: Prompt) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
-        text, rendered = self.services.text, prompt.rendered
+        text, rendered = self.model.text, prompt.rendered
         stream = self._stream = TokenStream(
             self.events,
             self.sink,
@@ -230,7 +231,7 @@ class Turn:
         self._started = True
         session, deadline_ms = self.context.session, self._deadline.deadline_ms
         start = start_turn(self.request, rendered, self.services, session=session, deadline_ms=deadline_ms)
-        async with aclosing(self.services.worker.run(start, self._take(stream))) as frames:
+        async with aclosing(self.model.worker.run(start, self._take(stream))) as frames:
             async for frame in frames:
                 if type(frame) is Tokens:
                     if self._broken is not None:
@@ -276,8 +277,8 @@ class Turn:
         if (
             len(generated) and stream.stop_sequence is None and not stream.steered
         ):  # what was cut off is no part of what the client sends back
-            self.services.text.learn(prompt.request, prompt.rendered, body.output, generated)
-        self.services.contexts.remember(prompt.request, prompt.rendered, generated, prompt.as_sent)
+            self.model.text.learn(prompt.request, prompt.rendered, body.output, generated)
+        self.model.contexts.remember(prompt.request, prompt.rendered, generated, prompt.as_sent)
         log.info(
             "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
             body.id,
@@ -326,7 +327,7 @@ class Turn:
         if not stream.enough:
             stream.push(frame)
             if stream.enough:
-                self.services.worker.cancel(self.request.id)
+                self.model.worker.cancel(self.request.id)
 
     def _progress(self, frame: Progress) -> None:
         self._queued = frame.queued > 0
@@ -345,13 +346,13 @@ class Turn:
         if self.request.options.events:
             report = None
             if frame.divergence is not None:
-                report = self.services.contexts.explain(
-                    prompt.request, prompt.rendered, frame.divergence, frame.cause, self.services.text.token_text
+                report = self.model.contexts.explain(
+                    prompt.request, prompt.rendered, frame.divergence, frame.cause, self.model.text.token_text
                 )
                 if report.cause == "appended":
                     # What it parts from is no context that the client knows: tokens that were generated and not delivered.
                     report = None
-            self.events.cache_report(**cache_report(frame, prompt, self.request, self.services.contexts, report))
+            self.events.cache_report(**cache_report(frame, prompt, self.request, self.model.contexts, report))
 
     def _ended(self, frame: TurnFinished | TurnFailed) -> None:
         metrics = self.services.metrics

@@ -149,10 +149,12 @@ def _loop_factory() -> Any:
 
 async def _server() -> None:
     from agentserve.config import load
+    from agentserve.served import Served
     from agentserve.server import DrainingServer, create_app, uvicorn_config
     from agentserve.services import Services
     from agentserve.text.model_text import ModelText
     from agentserve.worker.client import WorkerClient
+    from agentserve.worker.fleet import Fleet
     from agentserve.worker.settings import WorkerSettings
     from agentserve.worker.supervisor import Supervisor
     from tests.fakes.store import FakeStore
@@ -166,7 +168,8 @@ async def _server() -> None:
     supervisor = Supervisor(client, settings, spawn=_spawn)
     supervisor.start()
     await client.wait_ready(30)
-    services = Services(config, ModelText.load(MODEL), FakeStore(), client, ThreadPoolExecutor(1))
+    models = (Served("scripted", ModelText.load(MODEL), Fleet([client])),)
+    services = Services(config, models, FakeStore(), ThreadPoolExecutor(1))
     app, api = create_app(services, None)
     server = DrainingServer(uvicorn_config(app, services), api)
     running = asyncio.ensure_future(server.serve())

@@ -62,10 +62,10 @@ def folders(root: Path) -> list[Folder]:
 def choose(root: Path, name: str) -> About:
     """The namespace that a prefix of its digest, or a model's name, means. Raises LookupError with the choices."""
     every = namespaces(root)
-    fits = [a for a in every if a.namespace.hex().startswith(name.lower()) or a.model == name]
+    fits = [a for a in every if a.namespace.hex().startswith(name.lower()) or a.label == name]
     if len(fits) == 1:
         return fits[0]
-    choices = ", ".join(f"{a.namespace.hex()[:8]} ({a.model})" for a in every) or "none"
+    choices = ", ".join(f"{a.namespace.hex()[:8]} ({a.label})" for a in every) or "none"
     raise LookupError(f"{'several namespaces fit' if fits else 'no namespace fits'} {name!r}; there are: {choices}")
 
 

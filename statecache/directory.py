@@ -1,5 +1,7 @@
 """Where durable checkpoints lie: `ROOT/NAMESPACE/`, one directory per namespace, claimed by one process at a time.
 
+Processes that serve one model side by side have one each: `ROOT/NAMESPACE.N/` for all but the first.
+
 Opens and removes directories; what is inside is tiers/disk.py's business.
 """
 
@@ -12,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +27,9 @@ CLAIM_WAIT_S = 20.0
 """A worker that was told to end may still be writing its last checkpoints when the next one starts."""
 
 
-def folder_of(root: Path, namespace: bytes) -> Path:
-    return root / namespace.hex()[:32]
+def folder_of(root: Path, namespace: bytes, worker: int = 0) -> Path:
+    """worker: number of the process among those that serve the namespace."""
+    return root / (namespace.hex()[:32] + (f".{worker}" if worker else ""))
 
 
 @dataclass
@@ -70,13 +73,24 @@ class About:
     layout: Layout
     used_at: float
     """Seconds since the epoch of its last start."""
+    worker: int = 0
+
+    @property
+    def label(self) -> str:
+        return label_of(self.model, self.worker)
 
 
-def describe(path: Path, namespace: bytes, model: str, layout: Layout) -> None:
+def label_of(model: str, worker: int) -> str:
+    """The model's name, and which of its workers where it is not the first."""
+    return f"{model}/{worker}" if worker else model
+
+
+def describe(path: Path, namespace: bytes, model: str, layout: Layout, worker: int = 0) -> None:
     """Write the description; its time says when it was last used. Raises OSError."""
     fields = {
         "namespace": namespace.hex(),
         "model": model,
+        "worker": worker,
         "kv_token_bytes": layout.kv_token_bytes,
         "state": [list(component) for component in layout.state],
         "vocab_size": layout.vocab_size,
@@ -93,7 +107,8 @@ def about(path: Path) -> About | None:
         fields = json.loads(file.read_text())
         state = tuple((str(name), int(size)) for name, size in fields["state"])
         layout = Layout(int(fields["kv_token_bytes"]), state, int(fields["vocab_size"]))
-        return About(path, bytes.fromhex(fields["namespace"]), str(fields["model"]), layout, file.stat().st_mtime)
+        namespace, worker = bytes.fromhex(fields["namespace"]), int(fields.get("worker", 0))
+        return About(path, namespace, str(fields["model"]), layout, file.stat().st_mtime, worker)
     return None
 
 
@@ -124,12 +139,13 @@ def remove(path: Path) -> bool:
     return True
 
 
-def make_room(root: Path, keep: Path, budget_bytes: int) -> int:
+def make_room(root: Path, keep: Path, budget_bytes: int, beside: Collection[str] = ()) -> int:
     """The part of a budget for all namespaces that is left for one of them, after the longest unused others were removed.
 
-    Others are removed only while they take more than half of the budget.
+    Others are removed only while they take more than half of the budget. beside: labels of all workers that run at the same
+    time, this one among them: what the unused leave is divided equally among these, whatever they have by now.
     """
-    others = [(a.path, size_of(a.path)) for a in namespaces(root) if a.path != keep]
+    others = [(a.path, size_of(a.path)) for a in namespaces(root) if a.path != keep and a.label not in beside]
     total = sum(size for _, size in others)
     for path, size in reversed(others):
         if total * 2 <= budget_bytes:
@@ -137,4 +153,4 @@ def make_room(root: Path, keep: Path, budget_bytes: int) -> int:
         if remove(path):
             log.info("saved states of an unused model removed bytes=%d", size)
             total -= size
-    return max(0, budget_bytes - total)
+    return max(0, budget_bytes - total) // max(1, len(beside))

@@ -36,6 +36,8 @@ USES_S = 60.0
 class DiskSettings:
     """root: directory of all namespaces. budget_bytes: of all of them together, 0 = no disk tier. reserve_bytes: free space
     that is left to others. index_url: SQLAlchemy URL of the durable index, "" = none.
+    worker: which of the processes that serve the namespace side by side this is; each has a directory and rows of its own.
+    beside: labels (see directory.py) of all workers that share the budget now, this one among them; none = it has it alone.
     bytes_per_hour: most that is written, 0 = no limit. claim_wait_s: for another process to let go.
     """
 
@@ -45,6 +47,8 @@ class DiskSettings:
     bytes_per_hour: int = 0
     claim_wait_s: float = CLAIM_WAIT_S
     index_url: str = ""
+    worker: int = 0
+    beside: tuple[str, ...] = ()
 
 
 class SavedStates:
@@ -59,7 +63,9 @@ class SavedStates:
         self._held = held
         self.ladder_tokens = cache.policy.ladder_tokens
         self.others_bytes = 0
-        """Of other models on the same disk, which share the budget."""
+        """Of models that do not run, on the same disk, which share the budget."""
+        self.sharers = 1
+        """Workers that run and divide the rest of it, this one among them."""
 
     def want(self, checkpoint_ids: Sequence[str]) -> None:
         """These should outlive the process. Returns at once."""
@@ -74,7 +80,7 @@ class SavedStates:
         if disk_bytes is not None:
             if self.writer is None:
                 return "there is no disk tier: it was switched off or could not be used when the server started"
-            self.cache.set_budget("disk", max(0, disk_bytes - self.others_bytes))
+            self.cache.set_budget("disk", max(0, disk_bytes - self.others_bytes) // self.sharers)
         if ram_bytes is not None:
             self.cache.set_budget("ram", ram_bytes)
             if self.writer is not None:
@@ -123,10 +129,10 @@ def open_states(
     budget = 0
     if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
         try:
-            folder = folder_of(disk.root, namespace)
+            folder = folder_of(disk.root, namespace, disk.worker)
             held = claim(folder, wait_s=disk.claim_wait_s, waiting=lambda: progress(0.0, "waiting for another worker to end"))
-            describe(folder, namespace, model, layout)
-            budget = make_room(disk.root, folder, disk.budget_bytes)
+            describe(folder, namespace, model, layout, disk.worker)
+            budget = make_room(disk.root, folder, disk.budget_bytes, disk.beside)
             tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes))
         except (OSError, TierFailed) as error:
             log.warning("no saved states on disk: %s", error)
@@ -148,7 +154,7 @@ def open_states(
     assert disk is not None
     tier = tiers[1]
     assert isinstance(tier, DiskTier)
-    ledger = _open_ledger(disk.index_url, namespace, prepare)
+    ledger = _open_ledger(disk, namespace, prepare)
     began = time.monotonic()
     try:
         found = _recover(cache, tier, ledger, progress)
@@ -158,7 +164,8 @@ def open_states(
     after_copy = (lambda: None) if ledger is None else _AfterCopy(cache, ledger)
     writer = Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock, after_copy=after_copy)
     states = SavedStates(cache, writer, held, ledger)
-    states.ladder_tokens, states.others_bytes = ladder_tokens, disk.budget_bytes - budget
+    states.ladder_tokens, states.sharers = ladder_tokens, max(1, len(disk.beside))
+    states.others_bytes = disk.budget_bytes - budget * states.sharers
     return states
 
 
@@ -177,11 +184,11 @@ class _AfterCopy:
         self._ledger.flush()
 
 
-def _open_ledger(url: str, namespace: bytes, prepare: Callable[[Engine], object]) -> Ledger | None:
-    if not url:
+def _open_ledger(disk: DiskSettings, namespace: bytes, prepare: Callable[[Engine], object]) -> Ledger | None:
+    if not disk.index_url:
         return None
     try:
-        return Ledger(connect(url), namespace, prepare=prepare)
+        return Ledger(connect(disk.index_url), namespace, worker=disk.worker, prepare=prepare)
     except (SQLAlchemyError, ValueError, OSError) as error:
         log.warning("no checkpoint index: %s", error)
         return None

@@ -208,6 +208,12 @@ class StateCache:
             records = sorted((self._kept.records[i] for i in ids), key=lambda r: (r.position, r.id))
             return [self._kept.describe(record) for record in records]
 
+    def sessions(self) -> dict[str, int]:
+        """Deepest saved position of every session that placed or used a checkpoint."""
+        with self._lock:
+            kept = self._kept
+            return {name: max((kept.records[i].position for i in ids), default=0) for name, ids in kept.sessions.items()}
+
     def forget(self, session: str) -> None:
         """Drop a session's pins and its list; its checkpoints stay for others until evicted. Unknown sessions are ignored."""
         with self._lock:

@@ -63,7 +63,7 @@ def test_every_setting_is_documented_with_its_default_and_short_variable() -> No
         for line in text.splitlines()
         if line.startswith("| `") and (cells := [cell.strip() for cell in line.strip("|").split("|")])
     }
-    fields = {"state_dir": ""}
+    fields = {"state_dir": "", "models": ()}
     fields |= {
         f"{section}.{name}": default
         for section, kind in config._SECTIONS.items()

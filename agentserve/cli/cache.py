@@ -39,7 +39,7 @@ def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None)
     table = _table("saved states of", "namespace", "checkpoints", "extents", "size", "last start", "quarantined")
     for folder in admin.folders(_root(config, state_dir)):
         table.add_row(
-            folder.about.model,
+            folder.about.label,
             folder.about.namespace.hex()[:8],
             str(folder.checkpoints),
             str(folder.extents),
@@ -125,7 +125,7 @@ def verify(
 
     bad = 0
     for about in _chosen(_root(config, state_dir), name):
-        with _progress(f"checking {about.model}", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
+        with _progress(f"checking {about.label}", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
             findings = admin.verify(about, step)
         for finding in findings:
             typer.echo(f"bad: {finding.path.relative_to(about.path)}: {finding.reason}")
@@ -133,7 +133,7 @@ def verify(
             with _refusals():
                 admin.set_aside(about, findings)
         bad += len(findings)
-        typer.echo(f"{about.model}: {len(findings)} of {len(admin.segment_files(about.path))} segments are bad")
+        typer.echo(f"{about.label}: {len(findings)} of {len(admin.segment_files(about.path))} segments are bad")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -150,10 +150,10 @@ def collect(
     for about in _chosen(_root(config, state_dir), name):
         if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
             size = directory.size_of(about.path)
-            typer.echo(f"{about.model}: {_size(size)} removed" if directory.remove(about.path) else f"{about.model}: in use")
+            typer.echo(f"{about.label}: {_size(size)} removed" if directory.remove(about.path) else f"{about.label}: in use")
             continue
         with _refusals():
-            typer.echo(f"{about.model}: {_size(admin.tidy(about))} freed")
+            typer.echo(f"{about.label}: {_size(admin.tidy(about))} freed")
 
 
 @app.command("export")
@@ -185,7 +185,7 @@ def import_(
         size = file.stat().st_size
         with _progress("importing", size) as step:
             about, added, refused = admin.import_(file, _root(config, state_dir), step)
-    typer.echo(f"{about.model}: {added} segments added, {refused} refused")
+    typer.echo(f"{about.label}: {added} segments added, {refused} refused")
     raise typer.Exit(1 if refused else 0)
 
 
@@ -201,9 +201,11 @@ def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: opt
     for about in _chosen(Path(chosen.state_dir) / "checkpoints", name):
         with _refusals():
             database = connect(chosen.model.checkpoints_url)
-            ledger = Ledger(database, about.namespace, prepare=lambda engine: upgrade(engine, "statecache"))
+            ledger = Ledger(
+                database, about.namespace, worker=about.worker, prepare=lambda engine: upgrade(engine, "statecache")
+            )
             ledger.known()  # a damaged file is set aside here
-            typer.echo(f"{about.model}: {admin.rebuild(about, ledger)} rows")
+            typer.echo(f"{about.label}: {admin.rebuild(about, ledger)} rows")
             ledger.close()
 
 

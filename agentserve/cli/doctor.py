@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import typer
 
 from agentserve.cli import options
@@ -87,11 +88,13 @@ def examine(config: Config) -> Iterator[Finding]:
         check_environment,
     ]
     for check in checks:
-        try:
-            yield check(config)
-        except Exception as error:
-            name = check.__name__.removeprefix("check_")
-            yield Finding(name, "fail", f"could not be checked: {type(error).__name__}: {error}")
+        each = [msgspec.structs.replace(config, model=model) for model in config.served]
+        for one in each if check in (check_model, check_dialect) else [config]:
+            try:
+                yield check(one)
+            except Exception as error:
+                name = check.__name__.removeprefix("check_")
+                yield Finding(name, "fail", f"could not be checked: {type(error).__name__}: {error}")
 
 
 def check_python(_: Config) -> Finding:
@@ -147,10 +150,12 @@ def check_memory(config: Config) -> Finding:
     from engine.config import Machine
 
     available = Machine.here().available_bytes
-    weights = sum(file.stat().st_size for file in Path(config.model.dir).glob("*.safetensors"))
-    needed = weights + config.model.ram_cache_bytes
-    text = f"{_gib(available)} free; weights {_gib(weights)}, saved states up to {_gib(config.model.ram_cache_bytes)}"
-    if needed > available:
+    weights = saved = 0
+    for model in config.served:  # every worker has its own weights; the memory for states is divided among them
+        weights += model.worker_count * sum(file.stat().st_size for file in Path(model.dir).glob("*.safetensors"))
+        saved += model.ram_cache_bytes
+    text = f"{_gib(available)} free; weights {_gib(weights)}, saved states up to {_gib(saved)}"
+    if weights + saved > available:
         return Finding("memory", "warn", text, "Lower model.ram_cache_bytes (--cache-mb) or take a smaller model.")
     return Finding("memory", "ok", text)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,8 +20,25 @@ if TYPE_CHECKING:
 
 def serve(
     config: options.ConfigFile = None,
-    model: options.Model = None,
-    model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default: the directory's name.")] = None,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Hugging Face checkpoint directory; may be repeated to serve several. Default: the embedded demo model.",
+            metavar="DIR",
+        ),
+    ] = None,
+    model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; once for each --model. Default: the directory's name."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that serve each model side by side. Default: 1, or one for each --gpu.")
+    ] = None,
+    gpu: Annotated[
+        list[int] | None, typer.Option(help="Index of a GPU for a worker; may be repeated. Default: the first one.")
+    ] = None,
     host: options.Host = None,
     port: options.Port = None,
     state_dir: options.StateDir = None,
@@ -51,8 +70,9 @@ def serve(
     second Ctrl-C does not. Sessions survive a restart.
     """
     flags = {
-        "model.dir": model,
-        "model.name": model_name,
+        **_models(model, model_name),
+        "model.workers": workers,
+        "model.gpus": gpu or None,
         "server.host": host,
         "server.port": port,
         "state_dir": state_dir,
@@ -86,9 +106,25 @@ def serve(
     raise typer.Exit(status)
 
 
+def _models(directories: list[Path] | None, names: list[str] | None) -> Mapping[str, object]:
+    """Settings of the models that flags name; instead of those in a file."""
+    dirs = [str(path) for path in directories or ()]
+    if len(dirs) <= 1 and len(names or ()) <= 1:
+        return {"model.dir": dirs[0] if dirs else None, "model.name": names[0] if names else None} | (
+            {"models": []} if dirs else {}
+        )
+    if names and len(names) != len(dirs):
+        options.fail(
+            f"--model-name: got {len(names)} for {len(dirs)} models; accepted: one for each --model, or none", status=2
+        )
+    return {"models": [{"dir": path} | ({"name": names[number]} if names else {}) for number, path in enumerate(dirs)]}
+
+
 async def _run(application: Application) -> int:
     progress = LoadProgress()
-    application.worker.on_loading = progress.loading
+    for fleet in application.fleets:
+        for client in fleet.clients:
+            client.on_loading = progress.loading
     server = application.server
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn takes both over, drains, and raises them again for whoever had them before: this ends the process with 0.
@@ -114,7 +150,8 @@ def _banner(application: Application) -> None:
     config = application.config
     host, port = application.address
     shown = f"[{host}]" if ":" in host else host
-    print(f"agentserve: {config.model.name} on http://{shown}:{port}/v1 (ws://{shown}:{port}/v1/responses)", flush=True)
+    names = ", ".join(model.name for model in config.served)
+    print(f"agentserve: {names} on http://{shown}:{port}/v1 (ws://{shown}:{port}/v1/responses)", flush=True)
     if application.fresh_token is not None:
         print(f"agentserve: token (shown once, kept in {config.server.token_file}): {application.fresh_token}", flush=True)
     elif config.server.auth == "token" and config.server.token is None:
@@ -122,13 +159,17 @@ def _banner(application: Application) -> None:
 
 
 async def _tell_ready(application: Application, progress: LoadProgress) -> None:
-    ready = await application.worker.wait_ready()
+    ready = await asyncio.gather(*(fleet.wait_ready() for fleet in application.fleets))
     progress.close()
-    if ready:
-        print(f"agentserve: ready ({application.worker.hello.backend})" if application.worker.hello else "", flush=True)
-    else:
-        typer.secho(f"agentserve: the model cannot be served: {application.worker.failure}", err=True, fg="red")
-        typer.secho("agentserve: the server keeps answering; /readyz says why. Stop it with Ctrl-C.", err=True)
+    if all(ready):
+        backends = dict.fromkeys(fleet.hello.backend for fleet in application.fleets if fleet.hello is not None)
+        print(f"agentserve: ready ({', '.join(backends)})", flush=True)
+        return
+    for model, fleet in zip(application.config.served, application.fleets, strict=True):
+        if fleet.failure is not None:
+            which = "the model" if len(application.fleets) == 1 else f"the model {model.name}"
+            typer.secho(f"agentserve: {which} cannot be served: {fleet.failure}", err=True, fg="red")
+    typer.secho("agentserve: the server keeps answering; /readyz says why. Stop it with Ctrl-C.", err=True)
 
 
 class LoadProgress:

@@ -49,6 +49,27 @@ class NoAliases:
         pass
 
 
+class OwnAliases:
+    """A model's part of a book that several share: what was sampled with one tokenizer means nothing to another.
+
+    tag: digest of the tokenizer.
+    """
+
+    def __init__(self, book: AliasBook, tag: bytes) -> None:
+        self._book = book
+        self._tag = tag
+
+    def _key(self, key: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(self._tag + key)
+
+    def find(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[Alias]]:
+        own = {self._key(key): key for key in keys}
+        return {own[key]: found for key, found in self._book.find(list(own)).items()}
+
+    def add(self, entries: Iterable[tuple[bytes, Alias]], source: bytes = b"") -> None:
+        self._book.add([(self._key(key), alias) for key, alias in entries], source)
+
+
 def _digest(salt: bytes, kind: str, parts: Iterable[bytes]) -> bytes:
     h = xxhash.xxh3_128(b"%d:" % len(salt) + salt + kind.encode())
     for part in parts:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from llguidance import LLMatcher
 
 from agentserve.constraints.lark import LarkWriter
@@ -18,7 +19,7 @@ from agentserve.dialects.stream import DialectParser
 from agentserve.errors import TurnFailure, UnsupportedValue
 from agentserve.interfaces import Rendered, RenderRequest
 from agentserve.protocol.items import OutputItem
-from agentserve.text.aliases import AliasBook, NoAliases
+from agentserve.text.aliases import AliasBook, NoAliases, OwnAliases
 from agentserve.text.errors import TemplateError, TooManyTokens
 from agentserve.text.planner import Planner
 from agentserve.text.probe import Traits, probe
@@ -46,6 +47,8 @@ class ModelText:
     def load(cls, directory: Path, *, dialect: str | None = None, book: AliasBook | None = None) -> ModelText:
         """Read a checkpoint directory's tokenizer and template. Raises TokenizerError or TemplateError."""
         tokenizer = Tokenizer.load(directory)
+        if book is not None:
+            book = OwnAliases(book, xxhash.xxh3_128_digest((directory / "tokenizer.json").read_bytes()))
         return cls(tokenizer, ChatTemplate.load(directory, tokenizer.config), dialect=dialect, book=book)
 
     def render(self, request: RenderRequest) -> ExactRendered:

@@ -17,6 +17,7 @@ from agentserve.worker.messages import (
     CancelTurn,
     CheckpointRow,
     Checkpoints,
+    Draining,
     Expect,
     ForgetSession,
     FromWorker,
@@ -55,18 +56,21 @@ class Sender(Protocol):
 class _Inbox:
     """Frames of one turn that its reader has not taken yet."""
 
-    __slots__ = ("frames", "on_tokens", "sent", "waiter")
+    __slots__ = ("answered", "frames", "on_tokens", "sent", "waiter")
 
     def __init__(self, on_tokens: Callable[[Tokens], bool] | None) -> None:
         self.frames: deque[TurnFrame] = deque()
         self.on_tokens = on_tokens
         self.waiter: asyncio.Future[None] | None = None
         self.sent = False
+        self.answered = False
 
     def push(self, frame: TurnFrame) -> None:
         # Straight from the pipe to the socket saves a task switch and a loop iteration per token.
-        if type(frame) is Tokens and self.on_tokens is not None and not self.frames and self.on_tokens(frame):
-            return
+        if type(frame) is Tokens:
+            self.answered = True
+            if self.on_tokens is not None and not self.frames and self.on_tokens(frame):
+                return
         self.frames.append(frame)
         waiter = self.waiter
         if waiter is not None and not waiter.done():
@@ -77,8 +81,8 @@ class WorkerClient:
     """Turns of one worker.
 
     hello: of the worker that is ready now, else None. loading: last progress while a worker loads, else None.
-    load: last load report. failure: why the model cannot be served at all, None while there is hope. reason: why it is not
-    ready now, kept by the supervisor.
+    draining: it ends after its turns. load: last load report. failure: why the model cannot be served at all, None while there
+    is hope. reason: why it is not ready now, kept by the supervisor.
     budgets: fields of WorkerSettings that were changed at run time; a worker that is started again has them.
     heard_at: `time.monotonic()` of the last frame, or of the first request since then that the worker owes an answer to.
     start_wait_s: how long a turn waits for a worker that is starting, before it fails.
@@ -88,6 +92,7 @@ class WorkerClient:
         self.hello: Hello | None = None
         self.loading: Loading | None = None
         self.load: Load | None = None
+        self.draining = False
         self.failure: str | None = None
         self.trouble: str | None = None
         """What a worker said of its end before it ended; another one will come."""
@@ -95,6 +100,8 @@ class WorkerClient:
         self.heard_at = time.monotonic()
         self.on_load: Callable[[Load], None] | None = None
         self.on_loading: Callable[[Loading], None] | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a worker became ready, began to drain, or ended."""
         self._start_wait_s = start_wait_s
         self._query_wait_s = query_wait_s
         self._pipe: Sender | None = None
@@ -108,7 +115,7 @@ class WorkerClient:
 
     @property
     def ready(self) -> bool:
-        return self.hello is not None and self._pipe is not None
+        return self.hello is not None and self._pipe is not None and not self.draining
 
     @property
     def running(self) -> int:
@@ -170,7 +177,7 @@ class WorkerClient:
         if inbox.sent:
             self._try_send(CancelTurn(turn_id))
         else:
-            inbox.push(_cancelled_before_start(turn_id))
+            inbox.push(cancelled_before_start(turn_id))
 
     async def checkpoints(self, session: str) -> tuple[CheckpointRow, ...]:
         """Checkpoints that a session placed or used; empty when no worker answers within `query_wait_s`."""
@@ -227,6 +234,7 @@ class WorkerClient:
         """A new worker process listens on `pipe`; it is not ready before its Hello."""
         self._pipe = pipe
         self.hello = self.load = self.loading = None
+        self.draining = False
         self.heard_at = time.monotonic()
 
     def detach(self, failure: str | None = None) -> None:
@@ -237,7 +245,7 @@ class WorkerClient:
         message = WORKER_STOPPED if self.trouble is None else f"{WORKER_STOPPED} ({self.trouble})"
         for turn_id, inbox in self._turns.items():
             if inbox.sent:
-                inbox.push(TurnFailed(turn_id, "server_error", message))
+                inbox.push(TurnFailed(turn_id, "server_error", message, unanswered=not inbox.answered))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(None)
@@ -266,6 +274,9 @@ class WorkerClient:
             answer = self._queries.get(frame.query_id)
             if answer is not None and not answer.done():
                 answer.set_result(frame)
+        elif isinstance(frame, Draining):
+            self.draining = True
+            self._wake()
         elif isinstance(frame, LoadFailed) and frame.permanent:
             self.failure = frame.message
             self._wake()
@@ -293,7 +304,7 @@ class WorkerClient:
         inbox.sent = True
         if not self._try_send(start):
             inbox.sent = False
-            inbox.push(TurnFailed(start.turn_id, "server_error", WORKER_STOPPED))
+            inbox.push(TurnFailed(start.turn_id, "server_error", WORKER_STOPPED, unanswered=True))
 
     def _expect_now(self) -> None:
         """An idle worker says nothing; its silence counts from the first thing it is asked."""
@@ -314,12 +325,13 @@ class WorkerClient:
         """Let everybody who waits for a worker look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        self.on_change()
         for inbox in self._turns.values():
             if inbox.waiter is not None and not inbox.waiter.done():
                 inbox.waiter.set_result(None)
 
 
-def _cancelled_before_start(turn_id: str) -> TurnFinished:
+def cancelled_before_start(turn_id: str) -> TurnFinished:
     return TurnFinished(
         turn_id=turn_id,
         reason="cancelled",

@@ -28,6 +28,7 @@ from agentserve.worker.messages import (
     PROTOCOL_VERSION,
     CancelTurn,
     Drain,
+    Draining,
     Expect,
     ForgetSession,
     Hello,
@@ -46,6 +47,7 @@ from agentserve.worker.naming import namespace_of
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.ports import EnginePort
 from agentserve.worker.settings import WorkerSettings
+from agentserve.worker.shares import visible_device
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from engine.errors import DeviceError
@@ -90,6 +92,7 @@ class Worker:
         self._bridge = bridge
         self._keep = keep
         self._draining = False
+        self._told = False
         self._report_now = False
         self._failed_passes = 0
 
@@ -111,6 +114,8 @@ class Worker:
             chores = self._bridge.chore()
             for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
                 self._take(frame)
+            if self._draining:
+                self._tell_draining()
             # What was found and when its first token will come is told before the next step, which may take long.
             self._pipe.flush()
             if self._turns.elsewhere:
@@ -126,6 +131,14 @@ class Worker:
                     self._keep()
                     keep_at = now + KEEP_S
             self._pipe.flush()
+        self._tell_draining()
+        self._pipe.flush()
+
+    def _tell_draining(self) -> None:
+        """Once, so that no turn is sent here any more."""
+        if not self._told:
+            self._told = True
+            self._pipe.send(Draining())
 
     def _step(self) -> bool:
         try:
@@ -151,7 +164,9 @@ class Worker:
     def _take(self, frame: ToWorker) -> None:
         match frame:
             case StartTurn() if self._draining:
-                self._pipe.send(TurnFailed(frame.turn_id, "server_error", "the worker is shutting down; retry"))
+                self._pipe.send(
+                    TurnFailed(frame.turn_id, "server_error", "the worker is shutting down; retry", unanswered=True)
+                )
             case StartTurn():
                 self._turns.start(frame)
             case CancelTurn():
@@ -176,7 +191,7 @@ class Worker:
 
 def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     """The engine for `settings`; progress goes out as Loading frames. Raises EngineError, or PipeClosed if the server left."""
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, Machine
     from engine.engine import Engine
     from engine.errors import InvalidRequest
 
@@ -194,8 +209,16 @@ def load_engine(settings: WorkerSettings, pipe: WorkerPipe):
     if "backend" not in settings.engine and settings.device != "cpu":
         backend = "cuda" if settings.device == "cuda" or _device_fits() else "cpu"
     chosen: dict[str, object] = {"backend": backend}
+    sharers = max(1, len(settings.beside))
     if settings.threads:
         chosen["threads"] = settings.threads
+    if sharers > 1:
+        # What an engine chooses by itself is all that the machine has.
+        machine = Machine.here()
+        chosen.setdefault("threads", max(1, machine.cores // sharers))
+        chosen["memory_bytes"] = machine.available_bytes // 4 // sharers
+    if backend == "cuda" and settings.gpu_sharers > 1:
+        chosen["vram_bytes"] = _device_bytes() // settings.gpu_sharers
     state = Path(settings.state_dir) if settings.state_dir else None
     if state is not None and backend == "cuda":
         chosen["rates"] = state / "rates.json"
@@ -218,6 +241,13 @@ def _device_fits() -> bool:
     return reason is None
 
 
+def _device_bytes() -> int:
+    """Of the whole device, less what a driver takes: what is free changes while others load."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] * 9 // 10
+
+
 def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) -> SavedStates:
     """The saved states of this engine, found again on disk; progress goes out as Loading frames."""
 
@@ -232,6 +262,8 @@ def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) 
         settings.disk_reserve_bytes,
         settings.disk_bytes_per_hour,
         index_url=settings.checkpoints_url or f"sqlite:///{Path(settings.state_dir) / 'checkpoints.db'}",
+        worker=settings.worker,
+        beside=settings.beside,
     )
     return open_states(
         namespace,
@@ -283,6 +315,9 @@ def serve(
             backend=info.backend,
             namespace=states.cache.namespace.hex(),
             pid=os.getpid(),
+            rows=engine.config.max_rows,
+            kv_token_bytes=engine.layout.kv_token_bytes,
+            sessions=states.cache.sessions(),
         )
     )
     pipe.flush()
@@ -356,6 +391,16 @@ def _refuse(pipe: WorkerPipe, message: str, *, permanent: bool) -> int:
     return 1
 
 
+def take_gpu(settings: WorkerSettings) -> str:
+    """Let CUDA see this worker's device only, as its first one. Returns what is wrong with it, "" if nothing is."""
+    if settings.gpu is not None and settings.device != "cpu":
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(settings.gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="agentserve.worker", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of a socket pair")
@@ -363,11 +408,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     settings: WorkerSettings = options.settings
     logs.setup(settings.log_level)
+    wrong = take_gpu(settings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wake = socket.socketpair()
     with woken, wake, socket.socket(fileno=options.fd) as sock:
         pipe = WorkerPipe(sock, woken)
         try:
+            if wrong:
+                return _refuse(pipe, wrong, permanent=True)
             return serve(pipe, wake, settings)
         except PipeClosed:
             log.info("server is gone, worker ends")

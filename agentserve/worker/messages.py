@@ -144,7 +144,11 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The worker is ready."""
+    """The worker is ready.
+
+    rows: turns that it runs at once. kv_token_bytes: of one saved token. sessions: those whose state was found on disk, with
+    the position of the deepest checkpoint.
+    """
 
     version: int
     model: str
@@ -155,6 +159,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     backend: str
     namespace: str
     pid: int
+    rows: int = 0
+    kv_token_bytes: int = 0
+    sessions: dict[str, int] = {}
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -234,12 +241,20 @@ class TurnFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class TurnFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """code: context_length_exceeded, invalid_value, deadline_exceeded or server_error; message names numbers, never content."""
+    """code: context_length_exceeded, invalid_value, deadline_exceeded or server_error; message names numbers, never content.
+
+    unanswered: the worker ended or takes no more turns, and no token of this one was generated: another worker can run it.
+    """
 
     turn_id: str
     code: str
     message: str
     param: str | None = None
+    unanswered: bool = False
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """The worker was told to end: it finishes its turns and takes no more."""
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,5 +313,17 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 FromWorker = (
-    Loading | Hello | LoadFailed | Matched | Progress | Tokens | Saved | TurnFinished | TurnFailed | Checkpoints | Tiers | Load
+    Loading
+    | Hello
+    | LoadFailed
+    | Draining
+    | Matched
+    | Progress
+    | Tokens
+    | Saved
+    | TurnFinished
+    | TurnFailed
+    | Checkpoints
+    | Tiers
+    | Load
 )

@@ -18,6 +18,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     disk_cache_bytes: budget of the disk tier in state_dir, over all models; 0 = none.
     disk_reserve_bytes: free space that is left to others. disk_bytes_per_hour: most that is written, 0 = no limit.
     checkpoints_url: SQL address of the checkpoint index, "" = one file in state_dir.
+    worker: number among the workers of this model. gpu: index of the device that it takes, None = `device` decides.
+    beside: labels (statecache.directory.label_of) of all workers of this machine, this one among them; none = it is alone. What
+    is chosen by itself, and the disk, is divided by their number. gpu_sharers: those that use the same device.
     engine: fields of `engine.config.EngineConfig` by name, e.g. {"chunk_tokens": 256}.
     """
 
@@ -33,6 +36,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     disk_bytes_per_hour: int = 0
     checkpoints_url: str = ""
     log_level: str = "INFO"
+    worker: int = 0
+    gpu: int | None = None
+    beside: tuple[str, ...] = ()
+    gpu_sharers: int = 1
     engine: dict[str, int | float | str | bool] = {}
 
     def to_json(self) -> str:

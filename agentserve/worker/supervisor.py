@@ -32,6 +32,7 @@ class WorkerState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
+    DRAINING = "draining"
     RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -123,6 +124,8 @@ class Supervisor:
     def state(self) -> WorkerState:
         if self._state is WorkerState.STARTING and self.client.loading is not None:
             return WorkerState.LOADING
+        if self._state is WorkerState.STARTING and self.client.draining:
+            return WorkerState.DRAINING
         if self._state is WorkerState.STARTING and self.client.ready:
             return WorkerState.READY
         return self._state
@@ -133,6 +136,8 @@ class Supervisor:
         loading = self.client.loading
         if self.state is WorkerState.LOADING and loading is not None:
             return f"{loading.what} ({loading.fraction:.0%})"
+        if self.state is WorkerState.DRAINING:
+            return "the worker ends after its running turns; another is started then"
         return "" if self.state is WorkerState.READY else self._reason
 
     def start(self) -> None:
@@ -173,7 +178,8 @@ class Supervisor:
                 return
             if self._stopping:
                 return
-            failures = 1 if time.monotonic() - started_at > self._healthy_s else failures + 1
+            healthy = how == ENDED_WELL or time.monotonic() - started_at > self._healthy_s
+            failures = 1 if healthy else failures + 1
             pause_ms = backoff_ms(failures, self._first_backoff_ms, self._most_backoff_ms, random.randrange(1001))
             self.restarts += 1
             self._become(WorkerState.RESTARTING, f"the worker {how}; it starts again in {pause_ms} ms")
@@ -253,6 +259,9 @@ class Supervisor:
                 self._pipe.close()
             return
         self.client.receive(frame)
+
+
+ENDED_WELL = "ended with status 0"
 
 
 def _describe(returncode: int) -> str:

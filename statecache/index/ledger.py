@@ -7,11 +7,13 @@ may have no row, and recovery settles both. So a database that is away costs a s
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -30,9 +32,15 @@ RETRY_S = 10.0
 _T = TypeVar("_T")
 
 
-class Ledger:
-    """Rows of one namespace. prepare(engine): brings the schema up to date; called before first use, and again after failures.
+def rows_of(namespace: bytes, worker: int) -> bytes:
+    """What the rows of one of several workers are filed under, each of which knows only its own files."""
+    return hashlib.sha256(namespace + b"/%d" % worker).digest() if worker else namespace
 
+
+class Ledger:
+    """Rows of one namespace, as one of its workers has it on disk.
+
+    prepare(engine): brings the schema up to date; called before first use, and again after failures.
     Errors of the database are told once and kept inside. note() may be called from any thread, the rest from one at a time.
     """
 
@@ -41,11 +49,13 @@ class Ledger:
         engine: Engine,
         namespace: bytes,
         *,
+        worker: int = 0,
         prepare: Callable[[Engine], object] = metadata.create_all,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._namespace = namespace
+        self._of = namespace
+        self._namespace = rows_of(namespace, worker)
         self._prepare = prepare
         self._clock = clock
         self._lock = threading.Lock()
@@ -85,7 +95,10 @@ class Ledger:
 
     def known(self) -> dict[bytes, Known]:
         """What the database remembers; nothing when it cannot be read. A broken SQLite file is set aside and begun anew."""
-        return self._read(queries.known)
+        rows = self._read(queries.known)
+        if self._of == self._namespace:
+            return rows
+        return {key: replace(row, header=replace(row.header, namespace=self._of)) for key, row in rows.items()}
 
     def users(self) -> dict[bytes, dict[str, bool]]:
         """Who uses which states, as queries.users() says; nothing when it cannot be read."""

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from agentserve.connection import Connection, Sockets
 from agentserve.security import principal_named
+from agentserve.served import Served
 from agentserve.services import Services
 from agentserve.worker.messages import StartTurn
 from tests.fakes.canonical import check
@@ -56,7 +57,7 @@ class SocketMachine(RuleBasedStateMachine):
         self.worker, self.store = FakeWorker(), FakeStore()
         self.worker.default = self.script
         config = config_for_tests(limits={"lanes": 3, "waiting_turns": 3})
-        self.services = Services(config, FakeText(), self.store, self.worker, Inline())
+        self.services = Services(config, (Served(config.model.name, FakeText(), self.worker),), self.store, Inline())
         self.frames: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.gates: dict[str, list[asyncio.Event]] = {}
         self.next_script = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentserve.served import Served
 from agentserve.server import create_app
 from agentserve.services import Services
 from tests.fakes.server import config_for_tests
@@ -43,7 +44,7 @@ class Inside:
         self.store: Any = FakeStore()
         self.worker.default = answer("four", chunk=1)
         config = config_for_tests(server={"auth": "none"})
-        self.services = Services(config, FakeText(), self.store, self.worker, Inline())
+        self.services = Services(config, (Served(config.model.name, FakeText(), self.worker),), self.store, Inline())
         self.app, self.api = create_app(self.services, None)
 
     def idle(self) -> None:

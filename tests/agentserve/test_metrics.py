@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from agentserve.deadlines import DeadlineStatus
 from agentserve.metrics import Metrics
+from agentserve.worker.client import WorkerClient
 from agentserve.worker.messages import Load, TurnFailed, TurnFinished
+from agentserve.worker.settings import WorkerSettings
+from agentserve.worker.supervisor import Supervisor
 
 FINISHED = TurnFinished(
     turn_id="t",
@@ -45,8 +48,10 @@ def test_turns_deadlines_and_load_appear_with_their_values() -> None:
     metrics.socket_opened()
     metrics.socket_opened()
     metrics.socket_closed()
-    metrics.load(LOAD)
-    metrics.watch_worker(lambda: True, lambda: 2)
+    supervisor = Supervisor(WorkerClient(), WorkerSettings(model_dir="", model_name="m", state_dir=""))
+    supervisor.restarts = 2
+    metrics.watch_worker("m/1", supervisor)
+    supervisor.client.receive(LOAD)
     lines = metrics.render().decode().splitlines()
     for line in (
         'agentserve_ttft_seconds_count{tier="ram"} 1.0',
@@ -62,9 +67,10 @@ def test_turns_deadlines_and_load_appear_with_their_values() -> None:
         'agentserve_turns_total{outcome="deadline_exceeded"} 1.0',
         'agentserve_deadlines_total{status="met"} 1.0',
         "agentserve_open_sockets 1.0",
-        'agentserve_checkpoint_bytes{tier="ram"} 4096.0',
-        'agentserve_worker_counter{name="held"} 4.0',
-        "agentserve_worker_restarts 2.0",
+        'agentserve_checkpoint_bytes{tier="ram",worker="m/1"} 4096.0',
+        'agentserve_worker_counter{name="held",worker="m/1"} 4.0',
+        'agentserve_worker_restarts{worker="m/1"} 2.0',
+        'agentserve_worker_ready{worker="m/1"} 0.0',
     ):
         assert line in lines
 

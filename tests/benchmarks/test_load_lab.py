@@ -108,7 +108,7 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
     assert any(turn.cached > 64 for turn in asked)
     counters = settled(server)
     for name in ("turns", "pins", "cache_errors", "release_errors"):
-        assert counters[f'agentserve_worker_counter{{name="{name}"}}'] == 0, name
+        assert counters[f'agentserve_worker_counter{{name="{name}",worker="demo/0"}}'] == 0, name
     assert counters["agentserve_active_responses"] == counters["agentserve_open_sockets"] == 0
 
 
@@ -120,7 +120,7 @@ def settled(server: LabServer) -> dict[str, float]:
         for _ in range(200):
             counters = server.counters()
             busy = counters["agentserve_active_responses"] + counters["agentserve_open_sockets"]
-            if not busy and not counters.get('agentserve_worker_counter{name="turns"}', 1):
+            if not busy and not counters.get('agentserve_worker_counter{name="turns",worker="demo/0"}', 1):
                 break
             await asyncio.sleep(0.05)
         return counters

@@ -295,5 +295,5 @@ def evictions(world: World) -> float:
     target = world.server.target
     with urllib.request.urlopen(urllib.request.Request(target.url + "/metrics", headers=target.headers), timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    name = 'agentserve_worker_counter{name="ram_evictions"}'
+    name = 'agentserve_worker_counter{name="ram_evictions",'
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

@@ -34,7 +34,7 @@ def test_a_long_session_is_restored_from_disk_after_a_restart(own_server: Privat
     if how == "SIGTERM":
         assert server.stop() == 0
     else:
-        wait_until(lambda: counter(server.target, 'agentserve_worker_counter{name="write_back_waiting"}') == 0)
+        wait_until(lambda: counter(server.target, 'agentserve_worker_counter{name="write_back_waiting",') == 0)
         server.kill()
     server.start()
     with AgentSocket(server.target) as socket:

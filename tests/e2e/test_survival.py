@@ -56,7 +56,7 @@ def wait_until(reached: Callable[[], bool], limit_s: float = 60.0) -> None:
 def assert_idle(target: Target) -> None:
     """The worker reports no turn, no hold and no pin."""
     for name in ("turns", "holds", "pins", "release_errors"):
-        wait_until(lambda name=name: counter(target, f'agentserve_worker_counter{{name="{name}"}}') == 0)
+        wait_until(lambda name=name: counter(target, f'agentserve_worker_counter{{name="{name}",') == 0)
     assert counter(target, "agentserve_active_responses") == 0
 
 
@@ -70,7 +70,7 @@ def rambling(tmp_path_factory: pytest.TempPathFactory, rambling_model: Path) -> 
 
 
 def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(rambling: PrivateServer) -> None:
-    server, restarts = rambling, counter(rambling.target, "agentserve_worker_restarts")
+    server, restarts = rambling, counter(rambling.target, "agentserve_worker_restarts{")
     with AgentSocket(server.target) as socket:
         first = last(list(socket.turn(body("hello"))))
         pid, killed, events = worker_pid(server), False, []
@@ -88,7 +88,7 @@ def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(rambling: Privat
         assert again["status"] == "incomplete"
         assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"]
         assert worker_pid(server) != pid
-    assert counter(server.target, "agentserve_worker_restarts") == restarts + 1
+    assert counter(server.target, "agentserve_worker_restarts{") == restarts + 1
     assert_idle(server.target)
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from agentserve.config import Config, load
 from agentserve.security import Tokens
+from agentserve.served import Served
 from agentserve.server import DrainingServer, create_app, uvicorn_config
 from agentserve.services import Services
 from tests.fakes.store import FakeStore
@@ -38,7 +39,7 @@ class FakeServer:
     def __init__(self, config: Config, store: Any = None) -> None:
         self.text, self.store, self.worker = FakeText(), store or FakeStore(), FakeWorker()
         self.threads = ThreadPoolExecutor(2)
-        self.services = Services(config, self.text, self.store, self.worker, self.threads)
+        self.services = Services(config, (Served(config.model.name, self.text, self.worker),), self.store, self.threads)
         tokens = Tokens([("default", TOKEN), ("other", OTHER_TOKEN)]) if config.server.auth == "token" else None
         app, self.api = create_app(self.services, tokens)
         self.server = DrainingServer(uvicorn_config(app, self.services), self.api)

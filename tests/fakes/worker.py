@@ -168,7 +168,7 @@ class FakeWorker:
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def expect(self, key: str, ids: bytes, salt: bytes) -> None:
+    def expect(self, key: str, ids: bytes, salt: bytes, session: str = "") -> None:
         self.expected[key] = (ids, salt)
 
     def unexpect(self, key: str) -> None:

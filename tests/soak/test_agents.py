@@ -31,7 +31,11 @@ async def settle(server: LabServer) -> dict[str, float]:
     counters: dict[str, float] = {}
     for _ in range(SETTLED):
         counters = await asyncio.to_thread(server.counters)
-        busy = ("agentserve_active_responses", "agentserve_open_sockets", 'agentserve_worker_counter{name="turns"}')
+        busy = (
+            "agentserve_active_responses",
+            "agentserve_open_sockets",
+            'agentserve_worker_counter{name="turns",worker="demo/0"}',
+        )
         if not any(counters.get(name, 0.0) for name in busy):
             return counters
         await asyncio.sleep(0.05)
@@ -39,7 +43,10 @@ async def settle(server: LabServer) -> dict[str, float]:
 
 
 def pages_in_use(counters: dict[str, float]) -> float:
-    return counters['agentserve_worker_kv_pages{state="total"}'] - counters['agentserve_worker_kv_pages{state="free"}']
+    return (
+        counters['agentserve_worker_kv_pages{state="total",worker="demo/0"}']
+        - counters['agentserve_worker_kv_pages{state="free",worker="demo/0"}']
+    )
 
 
 async def one_turn(crowd: Crowd) -> None:
@@ -70,10 +77,10 @@ async def soak(server: LabServer, minutes: float, stays: bool) -> None:
     assert set(ends) <= {"completed", "incomplete", "cancelled", "vanished"}, ends
     assert min(ends[name] for name in ("incomplete", "cancelled", "vanished")) > 0, ends
     for name in ("turns", "pins", "cache_errors", "release_errors"):
-        assert counters[f'agentserve_worker_counter{{name="{name}"}}'] == 0, name
-    assert counters["agentserve_worker_restarts"] == 0
+        assert counters[f'agentserve_worker_counter{{name="{name}",worker="demo/0"}}'] == 0, name
+    assert counters['agentserve_worker_restarts{worker="demo/0"}'] == 0
     if not stays:
-        assert counters['agentserve_worker_counter{name="holds"}'] == 0
+        assert counters['agentserve_worker_counter{name="holds",worker="demo/0"}'] == 0
         assert pages_in_use(counters) == 0, "nothing runs and nothing is held, so every page is free"
     after = server.descriptors()
     # A pool of database connections may have opened a few more.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import statecache.tiers.disk as disk_module
-from statecache.directory import claim, folder_of, namespaces
+from statecache.directory import claim, describe, folder_of, make_room, namespaces, size_of
 from statecache.durable import DiskSettings, open_states
 from statecache.errors import TierFailed
 from statecache.policy import LASTING, MESSAGE_ENDS, Policy, worth_disk
@@ -268,3 +268,44 @@ def test_another_salt_still_matches_nothing_from_disk(tmp_path):
     assert best(second.cache, context(1, 100), b"z" * 32) == 0
     assert best(second.cache, context(1, 100), SALT) == 90
     second.close()
+
+
+def test_workers_of_one_namespace_have_directories_and_rows_of_their_own(tmp_path):
+    index = f"sqlite:///{tmp_path / 'index.db'}"
+    tokens = {0: context(3, 500), 1: context(4, 500)}
+    beside = ("m", "m/1")
+
+    def opened(worker: int):
+        disk = DiskSettings(tmp_path / "root", 1 << 24, 0, claim_wait_s=0.0, index_url=index, worker=worker, beside=beside)
+        return open_states(NAMESPACE, LAYOUT, 1 << 20, disk, model="m")
+
+    both = {worker: opened(worker) for worker in tokens}
+    for worker, states_of in both.items():
+        assert states_of.writer is not None, "each has claimed its own"
+        save(states_of.cache, tokens[worker], 450, session=f"s{worker}")
+        states_of.close()
+    assert sorted(a.label for a in namespaces(tmp_path / "root")) == ["m", "m/1"]
+    again = {worker: opened(worker) for worker in tokens}
+    for worker, states_of in again.items():
+        assert best(states_of.cache, tokens[worker]) == 450
+        assert best(states_of.cache, tokens[1 - worker]) == 0
+        assert states_of.cache.sessions() == {f"s{worker}": 450}
+        states_of.close()
+
+
+def test_workers_that_run_together_share_a_budget_in_any_order_and_remove_none_of_each_other(tmp_path):
+    beside = ("m", "m/1", "n")
+    for model, worker, nbytes in (("m", 0, 50_000), ("m", 1, 60_000), ("old", 0, 30_000)):
+        folder = folder_of(tmp_path, model.encode().ljust(32, b"."), worker)
+        folder.mkdir(parents=True)
+        describe(folder, model.encode().ljust(32, b"."), model, LAYOUT, worker)
+        (folder / "bytes").write_bytes(bytes(nbytes))
+    budget = 90_000
+    old = size_of(folder_of(tmp_path, b"old".ljust(32, b".")))
+    for model, worker in (("n", 0), ("m", 1), ("m", 0)):
+        room = make_room(tmp_path, folder_of(tmp_path, model.encode().ljust(32, b"."), worker), budget, beside)
+        assert room == (budget - old) // 3
+    assert len(namespaces(tmp_path)) == 3
+    # Alone, with the same budget, the second worker's directory of before is one of the unused.
+    assert make_room(tmp_path, folder_of(tmp_path, b"m".ljust(32, b".")), budget) == budget - old
+    assert [a.label for a in namespaces(tmp_path)].count("m/1") == 0

@@ -91,7 +91,9 @@ async def test_a_dead_worker_fails_its_turn_and_the_next_turn_runs_on_a_new_one(
 async def test_a_worker_whose_device_failed_says_why_to_its_turn_and_in_the_reason() -> None:
     async with running("serve", first_backoff_s=0.5) as (client, supervisor):
         frames = await frames_of(client, start_turn("t", "device", [1, 2]))
-        assert frames == [TurnFailed("t", "server_error", f"{WORKER_STOPPED} (the CPU executor's thread has ended)")]
+        assert frames == [
+            TurnFailed("t", "server_error", f"{WORKER_STOPPED} (the CPU executor's thread has ended)", unanswered=True)
+        ]
         while supervisor.state is not WorkerState.RESTARTING:
             await asyncio.sleep(0)
         assert "ended with status 1: the CPU executor's thread has ended; it starts again" in supervisor.reason
@@ -107,7 +109,7 @@ async def test_a_stuck_worker_is_killed_but_an_idle_one_is_left_alone() -> None:
         await asyncio.sleep(1.0)
         assert (supervisor.pid, supervisor.restarts) == (pid, 0)
         frames = await frames_of(client, start_turn("a", "hang", [1]))
-        assert frames == [TurnFailed("a", "server_error", WORKER_STOPPED)]
+        assert frames == [TurnFailed("a", "server_error", WORKER_STOPPED, unanswered=True)]
         assert isinstance((await frames_of(client, start_turn("b", "echo", [1])))[-1], TurnFinished)
 
 
