@@ -64,6 +64,9 @@ class _Compacted(ResponsesWire):
 
     def whole(self, body: ResponseBody) -> Response:
         summary = "".join(item.text for item in body.output if isinstance(item, Message)).strip()
+        if not summary and body.incomplete_details is not None and body.incomplete_details.reason == "max_output_tokens":
+            what = "no room for a summary behind the thinking; accepted: more tokens, or reasoning.effort 'none'"
+            return error_response(InvalidValue(what, "max_output_tokens"))
         if not summary:
             return error_response(ServerError("the model wrote no summary; retry"))
         sealed = self._services.seal.seal(self._principal.id, "compaction", summary)

@@ -56,7 +56,7 @@ class Rules:
         """
         if not enforces(form, choice, tools):
             return None
-        key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((form, choice, tools, one_call)))
+        key = xxhash.xxh3_128_digest(msgspec.json.encode((form, choice, tools, one_call)))  # integers of any size
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)

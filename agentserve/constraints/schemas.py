@@ -99,6 +99,8 @@ class _Cleaner:
             elif key == "enum":
                 out[key] = self._enum(value, at)
             elif key == "format":
+                if not isinstance(value, str):
+                    raise InvalidValue(f"Expected `str`, got `{type(value).__name__}`", at)
                 if value in _FORMATS:
                     out[key] = value
             elif key in _MAPS:
@@ -142,10 +144,16 @@ class _Cleaner:
         """Only what is in this schema, in a place that is kept."""
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             raise UnsupportedValue("only references into the schema itself ('#/…') are supported", at)
-        try:
-            resolve(self._root, value)
-        except LookupError:
-            raise InvalidValue("refers to nothing in this schema", at) from None
+        seen: set[str] = set()
+        while isinstance(value, str) and value not in seen:
+            seen.add(value)
+            try:
+                found = resolve(self._root, value)
+            except LookupError:
+                raise InvalidValue("refers to nothing in this schema", at) from None
+            value = found.get("$ref") if isinstance(found, dict) else None
+        if value in seen:
+            raise InvalidValue("refers to itself, without a schema in between", at)
 
 
 def resolve(root: Any, reference: str) -> Any:
@@ -153,7 +161,7 @@ def resolve(root: Any, reference: str) -> Any:
     node = root
     for step in reference.removeprefix("#").split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and step.isdigit():
+        if isinstance(node, list) and step.isascii() and step.isdigit() and len(step) <= 9:
             node = node[int(step)]
         elif isinstance(node, dict):
             node = node[step]

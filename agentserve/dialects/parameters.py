@@ -15,6 +15,7 @@ from agentserve.constraints.output import Schema
 from agentserve.constraints.schemas import resolve
 from agentserve.dialects.schema import types_of
 from agentserve.errors import UnsupportedValue
+from agentserve.protocol.items import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ _ABOUT_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties
 def parameter_rules(writer: LarkWriter, tool: str, schema: Schema, tags: ParameterTags) -> str:
     """All arguments of a call. Raises UnsupportedValue for what cannot be said so."""
     where = f"tools.{tool}.parameters"
-    if "$ref" in schema:
-        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
+    schema = _followed(schema, where)
+    _check_references(schema, where)
     for key in _ABOUT_OBJECTS:
         if key in schema:
             raise UnsupportedValue(f"'{key}' cannot be enforced for a whole call in this model's tool syntax", f"{where}.{key}")
@@ -65,8 +66,7 @@ def _parameter(writer: LarkWriter, key: str, schema: Any, definitions: Schema, t
 
 
 def _bare(writer: LarkWriter, schema: Schema, tags: ParameterTags, where: str) -> str:
-    if "$ref" in schema:
-        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **resolve(schema, schema["$ref"])}
+    schema = _followed(schema, where)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
         texts = [value for value in values if isinstance(value, str) and tags.core not in value]
@@ -83,6 +83,32 @@ def _bare(writer: LarkWriter, schema: Schema, tags: ParameterTags, where: str) -
     if low or high is not None:
         matching.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
     return writer.value_upto(tags.closing, tags.core, " & ".join(matching))
+
+
+def _followed(schema: Schema, where: str) -> Schema:
+    """What a schema that is a reference refers to, with what stands beside it. Raises UnsupportedValue."""
+    for _ in range(MAX_DEPTH):
+        if "$ref" not in schema:
+            return schema
+        found = resolve(schema, schema["$ref"])
+        if not isinstance(found, dict):
+            break
+        schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **found}
+    raise UnsupportedValue("it refers to no schema that this model's tool syntax can hold", f"{where}.$ref")
+
+
+def _check_references(schema: Any, where: str) -> None:
+    """Raises UnsupportedValue: each parameter is a grammar of its own, with the definitions and nothing else of the schema."""
+    if isinstance(schema, list):
+        for i, part in enumerate(schema):
+            _check_references(part, f"{where}[{i}]")
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if key == "$ref" and isinstance(part, str) and not part.startswith(("#/$defs/", "#/definitions/")):
+            raise UnsupportedValue("only references into `$defs` can be enforced in this model's tool syntax", f"{where}.$ref")
+        if key not in ("enum", "const"):
+            _check_references(part, f"{where}.{key}")
 
 
 def _search(pattern: str, where: str) -> str:

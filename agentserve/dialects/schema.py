@@ -33,13 +33,20 @@ def parameter_names(name: str, tools: Sequence[Tool]) -> frozenset[str]:
     return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
-    """Type names that values of a schema may have; none if it does not say. root: what its references refer to."""
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+def types_of(schema: Any, root: Mapping[str, Any], followed: set[str] | None = None) -> Types:
+    """Type names that values of a schema may have; none if it does not say. root: what its references refer to.
+
+    followed: references that were looked at; each is once, since schemas may go round in circles, and in many at a time.
+    """
+    if not isinstance(schema, dict):
         return frozenset()
-    if isinstance(schema.get("$ref"), str):
+    followed = set() if followed is None else followed
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in followed or len(followed) > MAX_DEPTH:
+            return frozenset()
+        followed.add(reference)
         try:
-            return types_of(resolve(root, schema["$ref"]), root, depth + 1)
+            return types_of(resolve(root, reference), root, followed)
         except LookupError:
             return frozenset()
     kind = schema.get("type")
@@ -49,9 +56,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Types:
         return frozenset(k for k in kind if isinstance(k, str))
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(types_of(s, root, depth + 1) for s in schema[word]))
+            return frozenset().union(*(types_of(s, root, followed) for s in schema[word]))
     if isinstance(schema.get("allOf"), list):
-        return next((found for part in schema["allOf"] if (found := types_of(part, root, depth + 1))), frozenset())
+        return next((found for part in schema["allOf"] if (found := types_of(part, root, followed))), frozenset())
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(_NAMES[type(v)] for v in values if type(v) in _NAMES)
 

@@ -92,7 +92,11 @@ class Grammars:
         if matcher is None:
             matcher = LLMatcher(self._tokenizer(ends), grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise GrammarRefused(matcher.get_error())
+                raise GrammarRefused(_reason(matcher))
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():  # rules that only lead back to themselves, or too many at once, are found here
+                raise GrammarRefused(_reason(first))
             with self._lock:
                 self._kept[key] = matcher
                 while len(self._kept) > KEPT_GRAMMARS:
@@ -141,5 +145,11 @@ class GrammarMask:
     def _compute(self) -> np.ndarray:
         words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise MaskFailed(f"the grammar is too complex to go on: {self._matcher.get_error()}")
+            raise MaskFailed(f"the grammar is too complex to go on: {_reason(self._matcher)}")
         return np.frombuffer(words, "<u4")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why it failed, in a line."""
+    reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "no answer can have this form" if reason == "NoExtensionBias" else reason

@@ -59,6 +59,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
         "input[0].content[0].text",
     ),
     ({"input": [{"role": "user", "content": [{"type": "smell"}]}]}, "invalid_value", "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "invalid_value", "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": {}}]}]}, "invalid_value", "input[0].content[0].type"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "unsupported_value",

@@ -130,3 +130,6 @@ def test_what_cannot_be_compacted_is_refused(server: FakeServer, client: httpx.C
     server.worker.scripts.append(answer(think("only thinking")))
     silent = client.post("/v1/responses/compact", json={"input": "x"})
     assert (silent.status_code, silent.json()["error"]["code"]) == (500, "server_error")
+    server.worker.scripts.append(answer(think("thinking on and on"), reason="length"))
+    short = client.post("/v1/responses/compact", json={"input": "x", "max_output_tokens": 3})
+    assert (short.status_code, short.json()["error"]["param"]) == (400, "max_output_tokens")

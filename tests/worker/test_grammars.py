@@ -65,6 +65,12 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(grammars: Grammars) 
         grammars.compile("start: nothing", [END]).result()
 
 
+@pytest.mark.parametrize("grammar", ["start: start", "start: a\na: b\nb: a"])
+def test_rules_that_only_lead_back_to_themselves_are_refused(grammars: Grammars, grammar: str) -> None:
+    with pytest.raises(GrammarRefused, match=r"^no answer can have this form$"):
+        grammars.compile(grammar, [END]).result()
+
+
 def test_a_token_outside_the_grammar_ends_in_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     mask = grammars.compile('start: "a"', [END]).result()
     mask.accept(int(tokenizer.encode("z")[0]))

@@ -40,6 +40,11 @@ def rule_of(schema: Any, *, strict: bool | None = True) -> Any:
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 2, "type": "string"}]}}}, "properties.a"),
         ({"$defs": {"d": {"pattern": "("}}, "properties": {"a": {"$ref": "#/$defs/d"}}}, "$defs.d"),
         ({"minimum": 3, "maximum": 2, "type": "integer"}, ""),
+        ({"properties": {"a": {"format": ["date"]}}}, "properties.a.format"),
+        ({"anyOf": [{"type": "null"}], "$ref": "#/anyOf/\u00b2"}, "$ref"),
+        ({"anyOf": [{"type": "null"}], "$ref": "#/anyOf/" + "9" * 5000}, "$ref"),
+        ({"$ref": "#"}, "$ref"),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "$defs.a.$ref"),
     ],
 )
 def test_what_cannot_be_enforced_is_named_by_its_path(schema: Any, path: str) -> None:
@@ -134,6 +139,11 @@ def test_a_choice_among_tools_that_are_not_there_is_refused() -> None:
         Rules().rule(None, ToolChoice("required", ("x",)), TOOLS, one_call=False)
     with pytest.raises(UnsupportedValue):
         tool_choice({"type": "mcp"})
+
+
+@pytest.mark.parametrize("member", ["const", "title", "default"])
+def test_a_schema_may_hold_integers_of_any_size(member: str) -> None:
+    assert rule_of({"type": "integer", member: 10**30}, strict=False) is not None
 
 
 def test_a_rule_is_made_and_checked_once() -> None:

@@ -17,8 +17,9 @@ from agentserve.constraints.output import OutputRule
 from agentserve.constraints.rules import Rules
 from agentserve.dialects.base import Piece
 from agentserve.dialects.registry import DIALECTS, get_dialect
-from agentserve.dialects.schema import typed_value
+from agentserve.dialects.schema import typed_value, types_of
 from agentserve.dialects.stream import DialectParser
+from agentserve.errors import UnsupportedValue
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol.items import CustomTool, FunctionTool, Tool
 from agentserve.protocol.responses import TextFormat
@@ -360,6 +361,44 @@ def test_a_form_of_text_comes_behind_the_thinking(name: str):
         assert accepts(name, tok, rule, pieces)
         assert parse(name, tok, encode(tok, pieces), literal=True)[-1] == TextDelta("[1, 2]")
         assert not accepts(name, tok, rule, write(thought, '["x"]', []))
+
+
+@tool_dialects
+@pytest.mark.parametrize(
+    ("part", "root"),
+    [
+        ({"$ref": "#/properties/b"}, {}),
+        ({"type": "array", "items": {"$ref": "#/properties/b"}}, {}),
+        ({"$ref": "#/$defs/any"}, {"$defs": {"any": True}}),
+        ({"$ref": "#/$defs/one"}, {"$defs": {"one": {"$ref": "#/$defs/two"}, "two": {"type": "string", "maxLength": 3}}}),
+    ],
+)
+def test_references_are_followed_or_refused_by_path(name: str, part: Any, root: Any):
+    properties = {"a": part, "b": {"type": "string", "maxLength": 3}}
+    tool = FunctionTool(
+        name="f",
+        parameters={"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False, **root},
+        strict=True,
+    )
+    tok = tokenizer_of(name, True)
+    write = get_dialect(name).write_answer
+    good: Any = ["x"] if part.get("type") == "array" else "x"
+    refused = None
+    try:
+        assert accepts(name, tok, rule_for("required", tool), write("", "", [("f", {"a": good})]))
+        long: Any = ["long"] if part.get("type") == "array" else "long"
+        assert accepts(name, tok, rule_for("required", tool), write("", "", [("f", {"a": long})])) is ("any" in str(part))
+    except UnsupportedValue as error:
+        refused = error.param
+    assert refused is None or refused.startswith("tools.f.parameters.properties.a")
+    loose = FunctionTool(name="f", parameters=tool.parameters, strict=False)
+    if good == "x":  # a call of any form has bare strings
+        assert accepts(name, tok, rule_for("required", loose), write("", "", [("f", {"a": good})]))
+
+
+def test_types_of_a_schema_that_refers_to_itself_twice_are_found() -> None:
+    both = {"anyOf": [{"$ref": "#/$defs/v"}, {"$ref": "#/$defs/v"}, {"type": "array"}]}
+    assert types_of(both, {"$defs": {"v": both}}) == {"array"}
 
 
 def test_registry_names_what_it_knows():
