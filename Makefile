@@ -46,7 +46,7 @@ $(STAMP): $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@echo "[3/4] dependencies and the C++ library"
 	@$(BIN)/python -m pip install -q --progress-bar on $(PIP_ARGS) -e '.[dev,bench]'
 	@echo "[4/4] check"
-	@$(BIN)/agentserve doctor --brief
+	@$(BIN)/agentserve doctor --installation --brief
 	@touch $(STAMP)
 
 fmt: setup

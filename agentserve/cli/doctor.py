@@ -45,8 +45,12 @@ def doctor(
     port: options.Port = None,
     database_url: options.DatabaseUrl = None,
     brief: Annotated[bool, typer.Option("--brief", help="Print only what is not in order, and a last line.")] = False,
+    installation: Annotated[bool, typer.Option("--installation", help="Check only what no setting decides.")] = False,
 ) -> None:
-    """Check everything that a server needs here. Ends with status 1 if something would keep it from starting."""
+    """Check everything that a server needs here. Ends with status 1 if something would keep it from starting.
+
+    --installation leaves out what belongs to one server: its model, address, database and room.
+    """
     flags = {
         "model.dir": model,
         "state_dir": state_dir,
@@ -54,10 +58,10 @@ def doctor(
         "server.port": port,
         "store.url": database_url,
     }
-    chosen = options.settings(config, flags)
+    findings = examine_installation() if installation else examine(options.settings(config, flags))
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     counts = dict.fromkeys(colours, 0)
-    for finding in examine(chosen):
+    for finding in findings:
         counts[finding.verdict] += 1
         if brief and finding.verdict == "ok":
             continue
@@ -70,13 +74,16 @@ def doctor(
     raise typer.Exit(1 if counts["fail"] else 0)
 
 
+def examine_installation() -> Iterator[Finding]:
+    """What an installation has to bring. No port, database or setting of a server has a say in it."""
+    for check in (check_python, check_torch, check_library, check_compiler):
+        yield _finding(check)
+
+
 def examine(config: Config) -> Iterator[Finding]:
     """All findings. A check that itself breaks is a finding too."""
+    yield from examine_installation()
     checks: list[Callable[[Config], Finding]] = [
-        check_python,
-        check_torch,
-        check_library,
-        check_compiler,
         check_device,
         check_memory,
         check_speed,
@@ -90,21 +97,25 @@ def examine(config: Config) -> Iterator[Finding]:
     for check in checks:
         each = [msgspec.structs.replace(config, model=model) for model in config.served]
         for one in each if check in (check_model, check_dialect) else [config]:
-            try:
-                yield check(one)
-            except Exception as error:
-                name = check.__name__.removeprefix("check_")
-                yield Finding(name, "fail", f"could not be checked: {type(error).__name__}: {error}")
+            yield _finding(check, one)
 
 
-def check_python(_: Config) -> Finding:
+def _finding(check: Callable[..., Finding], *given: Config) -> Finding:
+    try:
+        return check(*given)
+    except Exception as error:
+        name = check.__name__.removeprefix("check_")
+        return Finding(name, "fail", f"could not be checked: {type(error).__name__}: {error}")
+
+
+def check_python() -> Finding:
     version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return Finding("python", "ok", version)
     return Finding("python", "warn", f"{version}, tested are 3.11 to 3.13")
 
 
-def check_torch(_: Config) -> Finding:
+def check_torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "fail", "not installed", "Install it: make setup")
     import torch
@@ -116,7 +127,7 @@ def check_torch(_: Config) -> Finding:
     return Finding("torch", "ok", f"{torch.__version__}, {device}")
 
 
-def check_library(_: Config) -> Finding:
+def check_library() -> Finding:
     import logging
 
     from engine.kernels import native
@@ -139,7 +150,7 @@ def library_isa(library: ctypes.CDLL) -> str:
     return native.ISAS[best] if 0 <= best < len(native.ISAS) else str(best)
 
 
-def check_compiler(_: Config) -> Finding:
+def check_compiler() -> Finding:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
         return Finding("c++ compiler", "warn", "none found", "Only needed to build the CPU library, e.g. apt install g++.")
@@ -180,7 +191,8 @@ def check_device(config: Config) -> Finding:
     import resource
 
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    experts = _weights(config).experts_bytes
+    weights = _weights(config)
+    experts = 0 if weights is None else weights.experts_bytes
     if locked != resource.RLIM_INFINITY and locked < experts:
         hint = "What cannot be pinned is computed on the CPU: raise ulimit -l, or the container's limit."
         return Finding("device", "warn", f"{text}; {_gib(locked)} may be locked, experts take {_gib(experts)}", hint)
@@ -196,14 +208,19 @@ class Weights:
     active_bytes: int
 
 
-def _weights(config: Config) -> Weights:
+def _weights(config: Config) -> Weights | None:
+    """None where no checkpoint can be read; `check_model` says why."""
+    from engine.errors import EngineError
     from engine.weights.loader import read_config
     from engine.weights.reader import CheckpointReader
 
     directory = Path(config.model.dir)
-    described = read_config(directory)
+    try:
+        described = read_config(directory)
+        reader = CheckpointReader(directory)
+    except EngineError:
+        return None
     described = described.get("text_config") or described
-    reader = CheckpointReader(directory)
     entries = [reader.entry(name) for name in reader.names()]
     experts = sum(entry.end - entry.start for entry in entries if ".experts." in entry.name)
     others = sum(entry.end - entry.start for entry in entries) - experts
@@ -219,6 +236,8 @@ def check_speed(config: Config) -> Finding:
     from engine.moe import profile
 
     weights = _weights(config)
+    if weights is None:
+        return Finding("speed", "warn", "not known without the model's weights")
     on_device = config.model.device != "cpu" and torch.cuda.is_available()
     threads = config.model.threads or Machine.here().threads(on_device)
     device = torch.cuda.get_device_name() if on_device else None

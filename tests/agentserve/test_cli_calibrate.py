@@ -52,6 +52,7 @@ def test_doctor_says_what_limits_speed_once_it_was_measured(tmp_path):
     after = speed(tmp_path, threads=1)
     assert "the CPU reads 10.0 GB/s: at most about" in after.what
     weights = doctor._weights(config.load(flags={"state_dir": str(tmp_path)}))
+    assert weights is not None
     most = 10_000 * 10**6 // (weights.active_bytes + weights.other_bytes)
     assert f"about {most} tokens/s" in after.what
     assert 0 < weights.active_bytes < weights.experts_bytes
@@ -61,6 +62,7 @@ def test_doctor_on_a_machine_whose_experts_do_not_fit_names_both_paths(tmp_path,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "board")
     weights = doctor._weights(config.load(flags={"state_dir": str(tmp_path)}))
+    assert weights is not None
     room = weights.other_bytes + weights.experts_bytes // 4
     rates = {"cpu_mbs": 90_000, "both_link_mbs": 49_000, "both_cpu_mbs": 61_000}
     profile.save(tmp_path / "rates.json", profile.machine_key("board", 1), "any", rates)

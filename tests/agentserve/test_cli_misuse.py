@@ -76,6 +76,13 @@ def test_a_variable_without_a_meaning_is_named(tmp_path: Path) -> None:
     assert "environment: AGENTSERVE_PROT: set, and means nothing" in result.output
 
 
+def test_an_installation_is_in_order_whatever_a_server_here_is_set_to(stranger: str) -> None:
+    taken = {"AGENTSERVE_PORT": stranger.rsplit(":", 1)[1], "AGENTSERVE_MODEL": "/nowhere", "AGENTSERVE_TURN_TOP_P": "much"}
+    assert CliRunner().invoke(app, ["doctor", "--brief"], env=taken).exit_code != 0
+    alone = CliRunner().invoke(app, ["doctor", "--brief", "--installation"], env=taken)
+    assert (alone.exit_code, "4 in order" in alone.output) == (0, True), alone.output
+
+
 def test_doctor_names_the_dialect_and_what_is_odd_about_it(tmp_path: Path) -> None:
     flags = ["doctor", "--port", "0", "--state-dir", str(tmp_path)]
     odd = CliRunner().invoke(app, flags, env={"AGENTSERVE_MODEL_DIALECT": "glm"})

@@ -120,6 +120,21 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, server: Priva
     assert "--port N" in shown.stdout
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_health_check_of_a_container_asks_whether_the_server_is_ready(name: str, server: PrivateServer) -> None:
+    text = (Path(__file__).parents[2] / "docker" / f"Dockerfile.{name}").read_text(encoding="utf-8")
+    found = re.search(r"^HEALTHCHECK [^\[]*CMD (\[.*\])$", text, re.MULTILINE)
+    assert found is not None
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def asked(port: int) -> subprocess.CompletedProcess[str]:
+        line = found[1].replace("8741", str(port))
+        return subprocess.run(json.loads(line), env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+
+    assert asked(server.port).returncode == 0, asked(server.port).stderr
+    assert "refused" in asked(9).stderr
+
+
 def test_migrate_brings_an_empty_database_up_to_date_twice(tmp_path: Path) -> None:
     first = agentserve("migrate", "--state-dir", str(tmp_path))
     assert first.returncode == 0, first.stderr
