@@ -6,13 +6,14 @@ agents       agents on a server: first tokens, gaps, deadlines, predictions, mem
 streams      hundreds of streams at once, server on one core
 idle         thousands of open sockets
 gap          running answers beside a long cold prompt
+hostile      steady streams beside clients that misbehave
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.load import lab, policies, virtual, wire
+from benchmarks.load import hostile, lab, policies, virtual, wire
 
 COMMANDS = {
     "policies": policies.main,
@@ -21,6 +22,7 @@ COMMANDS = {
     "streams": wire.streams,
     "idle": wire.idle,
     "gap": wire.gap,
+    "hostile": hostile.main,
 }
 
 

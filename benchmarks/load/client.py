@@ -51,6 +51,16 @@ class Socket(asyncio.Protocol):
     def send(self, text: str) -> None:
         self._write(TEXT, text.encode())
 
+    def raw(self, data: bytes) -> None:
+        """Bytes as they are, also what is no frame."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def stop_reading(self) -> None:
+        """Take nothing more from the server."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
     async def receive(self) -> bytes:
         """The next text frame. Raises Closed."""
         while not self._frames:
@@ -112,7 +122,8 @@ class Socket(asyncio.Protocol):
                 start += 8
             if size - start < length:
                 break
-            self._take(buffer[at] & 0x0F, view[start : start + length])
+            with view[start : start + length] as payload:
+                self._take(buffer[at] & 0x0F, payload)
             at = start + length
         view.release()
         if at:

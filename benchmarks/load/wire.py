@@ -39,7 +39,7 @@ def late_by(arrivals: Sequence[float], period: float) -> list[float]:
     return [arrived - index * period - begin for index, arrived in enumerate(arrivals)]
 
 
-async def _streams(port: int, sessions: int, events: int) -> list[list[float]]:
+async def steady_streams(port: int, sessions: int, events: int) -> list[list[float]]:
     """Arrival times of each session's deltas. Raises RuntimeError if one was lost or joined with another."""
     arrivals: list[list[float]] = [[] for _ in range(sessions)]
     left = sessions
@@ -91,7 +91,7 @@ def streams(arguments: Sequence[str]) -> None:
                 os.sched_setaffinity(0, cores[1:])
                 os.sched_setaffinity(server.pids["worker"], set(cores[1:]))
             before = server.rss_mib()
-            arrivals = asyncio.run(_streams(server.port, options.sessions, events))
+            arrivals = asyncio.run(steady_streams(server.port, options.sessions, events))
             after = server.rss_mib()
     # The first tenth: sessions still begin, so that steps are prefills.
     skip = max(1, events // 10)
