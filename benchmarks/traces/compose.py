@@ -123,7 +123,7 @@ def write(text: ModelText, output: Sequence[OutputItem]) -> list[int]:
             ids += tokenizer.encode(item.text).tolist()
         elif isinstance(item, FunctionCall):
             ids += tokenizer.encode("\n").tolist() if said else []
-            call = text.dialect.write_call(item.name, json.loads(item.arguments))
+            call = "".join(piece.text for piece in text.dialect.write_call(item.name, json.loads(item.arguments)))
             ids += [*markers.call_open, *tokenizer.encode(call).tolist(), *markers.call_close]
         said = True
     return [*ids, markers.turn_end[0]]

@@ -23,7 +23,8 @@ STACK_BYTES = 64
 """A few bytes of stack are the compiler's own; more is spilled registers."""
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(89, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80, 89])
 def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_all.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
