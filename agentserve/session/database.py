@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 BUSY_TIMEOUT_MS = 10_000
 """How long a SQLite writer waits for another one."""
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 _MIGRATION_LOCK = 0x61676E74
 """PostgreSQL advisory lock: two servers that start together migrate one after the other."""
+
+
+class DatabaseFileGone(SQLAlchemyError):
+    """The SQLite file that is open was deleted or replaced: what is written to it would be gone at the next start."""
 
 
 def connect(url: str | URL, password_file: str = "") -> Engine:
@@ -33,20 +39,35 @@ def connect(url: str | URL, password_file: str = "") -> Engine:
     if target.database:
         Path(target.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(target, connect_args={"check_same_thread": False}, hide_parameters=True)
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
+    path = Path(target.database or "")
+    event.listen(engine, "connect", lambda connection, record: _prepare_sqlite(connection, record, path))
+    event.listen(engine, "begin", lambda connection: _begin_sqlite(connection, path))
     return engine
 
 
-def _prepare_sqlite(connection: Any, _: Any) -> None:
+def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry, path: Path) -> None:
     connection.isolation_level = None  # the driver must not begin transactions by itself
     cursor = connection.cursor()
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_TIMEOUT_MS}"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+    record.info["file"] = _file(path)
 
 
-def _begin_sqlite(connection: Connection) -> None:
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file is there now; None: none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _begin_sqlite(connection: Connection, path: Path) -> None:
+    if connection.get_execution_options().get("writes"):
+        opened = connection.connection.info.get("file")
+        if opened is not None and _file(path) != opened:
+            raise DatabaseFileGone(f"{path} was deleted or replaced while it was open")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("writes") else "BEGIN")
 
 

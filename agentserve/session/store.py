@@ -25,7 +25,7 @@ from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.session import rows
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
-from agentserve.session.database import connect, upgrade
+from agentserve.session.database import DatabaseFileGone, connect, upgrade
 from agentserve.session.kept import Kept
 from agentserve.session.lineage import predecessor, shared_tokens
 
@@ -258,6 +258,8 @@ def _possible(an_id: str) -> bool:
 
 def _why(error: Exception) -> str:
     """The kind of an error, and SQLite's own words (disk full, locked): those name no contents, PostgreSQL's may."""
+    if isinstance(error, DatabaseFileGone):
+        return "its file was deleted or replaced; put it back, or restart the server for a new one"
     reason = error.orig if isinstance(error, DBAPIError) else None
     words = f": {reason}" if isinstance(reason, sqlite3.OperationalError) else ""
     return type(error).__name__ + words

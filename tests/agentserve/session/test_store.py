@@ -351,3 +351,21 @@ async def test_another_principals_turns_are_no_candidates(database_url: str):
         stored = await store.get("alice", mine.id)
         assert stored is not None
         assert stored.follows is None
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+async def test_nothing_is_said_to_be_kept_in_a_file_that_is_gone(tmp_path, replaced: bool) -> None:
+    path = tmp_path / "s.db"
+    async with opened(f"sqlite:///{path}") as store:
+        first = response()
+        await store.commit(first)
+        path.rename(tmp_path / "away.db")
+        if replaced:
+            path.write_bytes(b"")
+        with pytest.raises(TurnFailure, match="file was deleted or replaced"):
+            await store.commit(response())
+        with pytest.raises(ServerError, match="file was deleted or replaced"):
+            await store.conversations.create("alice", {}, ())
+        (tmp_path / "away.db").rename(path)
+        await store.commit(later := response())
+        assert await store.get("alice", later.id) is not None
