@@ -27,6 +27,7 @@ async def run(question: str, command: list[str], base_url: str, token: str) -> s
         Client(StdioServerParameters(command=command[0], args=command[1:])) as mcp,
         openai.responses.connect() as connection,
     ):
+        model = (await openai.models.list()).data[0].id
         listed = await mcp.list_tools()
         tools = [tool.model_dump(by_alias=True, mode="json", exclude_none=True) for tool in listed.tools]
         items: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -35,7 +36,7 @@ async def run(question: str, command: list[str], base_url: str, token: str) -> s
             await connection.send(
                 {
                     "type": "response.create",
-                    "model": "demo",
+                    "model": model,
                     "input": items,
                     "tools": tools,
                     "temperature": 0,

@@ -11,6 +11,7 @@ import sys
 
 from agents import Agent, ModelSettings, RunConfig, Runner, function_tool, set_tracing_disabled
 from agents.models.openai_provider import OpenAIProvider
+from openai import AsyncOpenAI
 
 NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
@@ -27,16 +28,15 @@ def get_weather(city: str) -> str:
 
 async def main(question: str) -> None:
     set_tracing_disabled(True)
-    provider = OpenAIProvider(
+    client = AsyncOpenAI(
         api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
         base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-        use_responses=True,
-        use_responses_websocket=True,
     )
+    provider = OpenAIProvider(openai_client=client, use_responses=True, use_responses_websocket=True)
     agent = Agent(
         name="Assistant",
         instructions="You are a helpful assistant.",
-        model="demo",
+        model=(await client.models.list()).data[0].id,
         tools=[get_weather],
         model_settings=ModelSettings(temperature=0.0),
     )

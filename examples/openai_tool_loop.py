@@ -89,12 +89,13 @@ def main(question: str) -> None:
         base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
         api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
     )
+    model = client.models.list().data[0].id
     with client.responses.connect() as connection:
         new_items: Any = [{"role": "user", "content": question}]
         previous: str | None = None
         while new_items:
             follow = {"previous_response_id": previous} if previous else {}
-            connection.response.create(model="demo", input=new_items, tools=TOOLS, **follow)
+            connection.response.create(model=model, input=new_items, tools=TOOLS, **follow)
             new_items = []
             for event in connection:
                 if event.type == "response.output_text.delta":

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentserve.cli import options
+from agentserve.cli import options, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rich.table import Table
 
     from statecache.admin import Step
     from statecache.directory import About
@@ -36,15 +38,15 @@ def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None)
 
     from statecache import admin
 
-    table = _table("saved states of", "namespace", "checkpoints", "extents", "size", "last start", "quarantined")
+    table = _table("saved states of", "namespace", "checkpoints", "extents", "size", "last start", "bad")
     for folder in admin.folders(_root(config, state_dir)):
         table.add_row(
             folder.about.label,
             folder.about.namespace.hex()[:8],
             str(folder.checkpoints),
             str(folder.extents),
-            _size(folder.nbytes),
-            _ago(folder.about.used_at),
+            shapes.size(folder.nbytes),
+            shapes.ago(folder.about.used_at),
             str(folder.bad or "–"),
         )
     Console().print(table)
@@ -77,7 +79,7 @@ def quota(
     _show_tiers(answer["tiers"])
     if body:
         kept = answer["at_restart"]
-        ram, disk = _size(kept["ram_bytes"]), _size(kept["disk_bytes"])
+        ram, disk = shapes.size(kept["ram_bytes"]), shapes.size(kept["disk_bytes"])
         typer.echo(f"This holds until the server ends; the next one starts with {ram} of memory and {disk} of disk.")
         typer.echo("To keep it, set model.ram_cache_bytes and model.disk_cache_bytes (docs/settings.md).")
 
@@ -103,7 +105,10 @@ def show(
         header = contents.header
         row = (contents.key[1:].hex()[:12], str(header.position), header.kind, header.salt.hex()[:6])
         table.add_row(
-            *row, _size(contents.nbytes), f"{header.position - header.start} tokens", _yes(contents.key[1:] in with_logits)
+            *row,
+            shapes.size(contents.nbytes),
+            f"{header.position - header.start} tokens",
+            _yes(contents.key[1:] in with_logits),
         )
     console = Console()
     console.print(table)
@@ -150,10 +155,12 @@ def collect(
     for about in _chosen(_root(config, state_dir), name):
         if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
             size = directory.size_of(about.path)
-            typer.echo(f"{about.label}: {_size(size)} removed" if directory.remove(about.path) else f"{about.label}: in use")
+            typer.echo(
+                f"{about.label}: {shapes.size(size)} removed" if directory.remove(about.path) else f"{about.label}: in use"
+            )
             continue
         with _refusals():
-            typer.echo(f"{about.label}: {_size(admin.tidy(about))} freed")
+            typer.echo(f"{about.label}: {shapes.size(admin.tidy(about))} freed")
 
 
 @app.command("export")
@@ -169,7 +176,7 @@ def export(
     about = _choose(_root(config, state_dir), name)
     with _refusals(), _progress("exporting", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
         count = admin.export(about, file, step)
-    typer.echo(f"{count} segments, {_size(file.stat().st_size)}: {file}")
+    typer.echo(f"{count} segments, {shapes.size(file.stat().st_size)}: {file}")
 
 
 @app.command("import")
@@ -230,7 +237,7 @@ def _show_tiers(rows: list[dict[str, Any]]) -> None:
 
     table = _table("tier", "checkpoints", "used", "of")
     for row in rows:
-        table.add_row(row["tier"], str(row["checkpoints"]), _size(row["used_bytes"]), _size(row["budget_bytes"]))
+        table.add_row(row["tier"], str(row["checkpoints"]), shapes.size(row["used_bytes"]), shapes.size(row["budget_bytes"]))
     Console().print(table)
 
 
@@ -280,29 +287,10 @@ def _progress(what: str, total: int) -> Iterator[Step]:
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
-def _table(*columns: str):
-    from rich.table import Table
-
-    table = Table()
-    left = ("saved states of", "namespace", "checkpoint", "kind", "salt", "last start", "logits", "tier")
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
-    return table
-
-
-def _size(nbytes: int) -> str:
-    for power, unit in enumerate(("B", "KiB", "MiB")):
-        if nbytes < 1024 ** (power + 1):
-            return f"{nbytes / 1024**power:.4g} {unit}"
-    return f"{nbytes / 1024**3:.4g} GiB"
-
-
-def _ago(at: float) -> str:
-    seconds = max(0, int(time.time() - at))
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+def _table(*columns: str) -> Table:
+    return shapes.table(
+        *columns, left=("saved states of", "namespace", "checkpoint", "kind", "salt", "last start", "logits", "tier")
+    )
 
 
 def _yes(value: bool) -> str:

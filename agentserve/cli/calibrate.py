@@ -27,7 +27,7 @@ def calibrate(
 ) -> None:
     """Measure the link to the device alone, the CPU alone and both together, for each weight format.
 
-    `serve` reads what is found here. The model's experts decide the sizes; without a model, those of Qwen3.6-35B-A3B do.
+    `serve` reads what is found here. The model's experts decide the sizes: name the one that will be served.
     """
     flags = {"model.dir": model, "state_dir": state_dir, "model.threads": threads}
     chosen = options.settings(config, flags)
@@ -44,7 +44,7 @@ def calibrate(
     try:
         device, ops = open_device(settings), choose_kernels(settings)
     except EngineError as error:
-        why, ops = str(error), None
+        why, ops = str(error).removeprefix("device: got 'cuda', but "), None
     used = chosen.model.threads or Machine.here().threads(device is not None)
     if cpu.available():
         cpu.set_threads(used)

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from agentserve.cli import options
+from agentserve.cli.shapes import size
 
 if TYPE_CHECKING:
     from agentserve.config import Config
@@ -165,7 +166,7 @@ def check_memory(config: Config) -> Finding:
     for model in config.served:  # every worker has its own weights; the memory for states is divided among them
         weights += model.worker_count * sum(file.stat().st_size for file in Path(model.dir).glob("*.safetensors"))
         saved += model.ram_cache_bytes
-    text = f"{_gib(available)} free; weights {_gib(weights)}, saved states up to {_gib(saved)}"
+    text = f"{size(available)} free; weights {size(weights)}, saved states up to {size(saved)}"
     if weights + saved > available:
         return Finding("memory", "warn", text, "Lower model.ram_cache_bytes (--cache-mb) or take a smaller model.")
     return Finding("memory", "ok", text)
@@ -187,7 +188,7 @@ def check_device(config: Config) -> Finding:
     if reason is not None:
         return Finding("device", "fail" if config.model.device == "cuda" else "warn", reason, "The CPU is used instead.")
     free, total = torch.cuda.mem_get_info()
-    text = f"{torch.cuda.get_device_name()}, {_gib(free)} of {_gib(total)} free"
+    text = f"{torch.cuda.get_device_name()}, {size(free)} of {size(total)} free"
     import resource
 
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -195,7 +196,7 @@ def check_device(config: Config) -> Finding:
     experts = 0 if weights is None else weights.experts_bytes
     if locked != resource.RLIM_INFINITY and locked < experts:
         hint = "What cannot be pinned is computed on the CPU: raise ulimit -l, or the container's limit."
-        return Finding("device", "warn", f"{text}; {_gib(locked)} may be locked, experts take {_gib(experts)}", hint)
+        return Finding("device", "warn", f"{text}; {size(locked)} may be locked, experts take {size(experts)}", hint)
     return Finding("device", "ok", text)
 
 
@@ -243,7 +244,7 @@ def check_speed(config: Config) -> Finding:
     device = torch.cuda.get_device_name() if on_device else None
     measured = profile.entries(Path(config.state_dir) / "rates.json", profile.machine_key(device, threads))
     per_token = weights.active_bytes + weights.other_bytes
-    text = f"a token reads {_gib(per_token)} of weights, {_gib(weights.active_bytes)} of them in routed experts"
+    text = f"a token reads {size(per_token)} of weights, {size(weights.active_bytes)} of them in routed experts"
     if not measured:
         return Finding("speed", "ok", text, "agentserve calibrate measures how fast they come here.")
     cpu = max(entry.get("cpu_mbs", 0) for entry in measured.values())
@@ -269,8 +270,8 @@ def check_state_dir(config: Config) -> Finding:
         return Finding("state directory", "fail", f"{path} cannot be written", "Choose another: --state-dir DIR")
     free = shutil.disk_usage(place).free
     if free < LEAST_FREE_BYTES:
-        return Finding("state directory", "warn", f"{path}: only {_gib(free)} free", "Sessions and checkpoints need room.")
-    return Finding("state directory", "ok", f"{path}, {_gib(free)} free")
+        return Finding("state directory", "warn", f"{path}: only {size(free)} free", "Sessions and checkpoints need room.")
+    return Finding("state directory", "ok", f"{path}, {size(free)} free")
 
 
 def check_model(config: Config) -> Finding:
@@ -359,7 +360,3 @@ def check_environment(_: Config) -> Finding:
         hint = "The names are in docs/settings.md, a variable of each setting with it."
         return Finding("environment", "warn", f"{', '.join(unknown)}: set, and means nothing", hint)
     return Finding("environment", "ok", "no AGENTSERVE_* variable without a meaning")
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"

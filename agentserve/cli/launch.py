@@ -60,7 +60,9 @@ def launch(
         typer.secho(f"# {wanted.path}", fg="bright_black", err=True)
         typer.echo(_text(wanted, _before(wanted)).rstrip())
         _say_how(wanted, kept)
-        typer.secho("Nothing was written; --write does, --run starts it without.", fg="bright_black", err=True)
+        typer.secho(
+            "Nothing was written: --write writes that file, --run starts the client without one.", fg="bright_black", err=True
+        )
 
 
 def _token_file(config: Path | None, state_dir: Path | None, target: Target) -> Path | None:

@@ -16,7 +16,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         "-c",
-        help="TOML file with settings (docs/settings.md); flags and AGENTSERVE_* variables go before it.",
+        help="TOML file with settings (docs/settings.md); flags and AGENTSERVE_* variables win over it.",
         metavar="FILE",
     ),
 ]

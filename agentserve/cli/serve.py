@@ -196,7 +196,7 @@ class LoadProgress:
             tenths = int(frame.fraction * 10)
             if tenths != self._tenths and frame.fraction < 1.0:  # that it is ready is said anyway
                 self._tenths = tenths
-                print(f"agentserve: loading {frame.fraction:.0%} ({frame.what})", file=sys.stderr, flush=True)
+                print(f"agentserve: loading: {frame.what}, {frame.fraction:.0%}", file=sys.stderr, flush=True)
             return
         if self._task is None:
             self._bar.start()

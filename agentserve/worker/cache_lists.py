@@ -15,7 +15,7 @@ def checkpoint_rows(cache: StateCache, session: str) -> tuple[CheckpointRow, ...
             tier=info.tier,
             bytes=info.nbytes,
             hits=info.hits,
-            age_s=info.age_s,
+            age_s=round(info.age_s, 3),
             tiers=info.tiers,
             pinned=info.pinned,
         )
