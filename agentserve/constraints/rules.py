@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import xxhash
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from agentserve.constraints.lark import COMPACT, JSON_OPTIONS, between_slashes
 from agentserve.constraints.output import ANY_OBJECT, OutputRule, Schema, TextForm
@@ -25,6 +25,8 @@ from agentserve.protocol.responses import TextFormat
 from agentserve.protocol.tool_choice import ToolChoice
 
 MAX_GRAMMAR = 64 << 10
+_BYTES = LLTokenizer("byte")
+"""Each byte is a token: enough to ask whether a grammar has a first one."""
 FREE_TEXT_INPUT: Schema = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -182,4 +184,9 @@ def _lark(definition: str | None, where: str) -> str:
     reason = LLMatcher.validate_grammar(definition)
     if reason:
         raise InvalidValue(f"not a grammar that can be enforced: {stated(reason)}", where)
+    matcher = LLMatcher(_BYTES, definition, log_level=0)
+    if not matcher.is_error():  # it is one if the grammar names tokens of a model
+        matcher.compute_bitmask()
+        if matcher.get_error().startswith("NoExtensionBias"):
+            raise InvalidValue("no text has this form: its rules only lead back to themselves", where)
     return definition

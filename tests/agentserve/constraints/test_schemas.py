@@ -141,6 +141,14 @@ def test_a_choice_among_tools_that_are_not_there_is_refused() -> None:
         tool_choice({"type": "mcp"})
 
 
+@pytest.mark.parametrize("definition", ["start: start", 'start: b "x"\nb: c\nc: b'])
+def test_a_grammar_that_no_text_has_is_refused(definition: str) -> None:
+    form = TextFormat(type="grammar", syntax="lark", definition=definition)
+    with pytest.raises(InvalidValue, match="no text has this form") as caught:
+        Rules().rule(form, ToolChoice(), (), one_call=False)
+    assert caught.value.param == "text.format.definition"
+
+
 @pytest.mark.parametrize("member", ["const", "title", "default"])
 def test_a_schema_may_hold_integers_of_any_size(member: str) -> None:
     assert rule_of({"type": "integer", member: 10**30}, strict=False) is not None
