@@ -10,6 +10,9 @@ from agentserve.protocol.messages import MESSAGES_ERRORS, MESSAGES_PATH, Message
 from agentserve.protocol.responses import ErrorDetail
 from agentserve.protocol.server_events import ErrorFrame, type_of
 
+ABOUT_A_FIELD = ("invalid_value", "unsupported_value")
+"""Codes whose message begins with the field: SDKs show the message alone. Other texts are known by clients as they are."""
+
 encode = msgspec.json.Encoder().encode
 """Event or frame → JSON bytes."""
 
@@ -20,7 +23,10 @@ def sse(event: Struct, payload: bytes | None = None) -> bytes:
 
 
 def error_detail(error: ApiError) -> ErrorDetail:
-    return ErrorDetail(code=error.code, message=error.message, type=error.type, param=error.param)
+    message = error.message
+    if error.param is not None and error.code in ABOUT_A_FIELD:
+        message = f"{error.param}: {message}"
+    return ErrorDetail(code=error.code, message=message, type=error.type, param=error.param)
 
 
 def error_frame(error: ApiError, stream_id: str | UnsetType = UNSET) -> ErrorFrame:

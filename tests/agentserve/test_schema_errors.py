@@ -56,7 +56,7 @@ def test_a_request_is_told_the_values_of_a_field() -> None:
 
 
 def test_a_field_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(InvalidValue, match="no such field; accepted: detach, events, on_miss, ") as refused:
+    with pytest.raises(InvalidValue, match="no such field; accepted: detach, events, normalise, on_miss, ") as refused:
         decode('{"agentserve": {"ttft_deadline": 5}}', ResponseCreate)
     assert refused.value.param == "agentserve.ttft_deadline"
 
