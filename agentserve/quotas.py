@@ -27,6 +27,10 @@ def retry_after_s(load: Load | None) -> int:
     return min(MOST_RETRY_S, max(1, math.ceil(load.waiting_prefill_tokens / load.prefill_tokens_per_s / 2)))
 
 
+ROUNDING = 1e-6
+"""Part of a turn: sums of times are inexact, and who waited as long as it was told must not be a hair short."""
+
+
 class Quotas:
     """One per server. clock: seconds, for tests."""
 
@@ -48,9 +52,9 @@ class Quotas:
         most = self._limits.turns_per_minute
         if most:
             left = self._left(principal)
-            if left < 1:
+            if left < 1 - ROUNDING:
                 raise RateLimitExceeded(f"{most} turns per minute are accepted", self._seconds(1 - left))
-            self._buckets[principal] = (left - 1, self._clock())
+            self._buckets[principal] = (max(0.0, left - 1), self._clock())
         self._turns[principal] += 1
 
     def end(self, principal: str) -> None:

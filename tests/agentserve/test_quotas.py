@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -30,6 +30,7 @@ def turn(server: FakeServer, headers: dict[str, str], **body: Any) -> httpx.Resp
 
 
 @given(st.lists(st.floats(0, 20), max_size=80), st.integers(1, 7))
+@example([16.63145525335817, 1.0347081663748554, 0.05, 0.0, 0.0], 1)
 def test_a_minute_never_has_more_turns_than_twice_the_rate(gaps: list[float], rate: int) -> None:
     """A full bucket and what flows in during the minute; and whoever waits as long as it was told is let in."""
     now, begun = 0.0, []
