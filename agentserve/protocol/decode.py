@@ -149,8 +149,17 @@ def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
     except msgspec.DecodeError:
         mended = _without_lone_surrogates(data)
         if mended is not None:
-            return _guard(lambda: msgspec.json.decode(mended, type=kind), kind, where)
-    return _guard(lambda: msgspec.json.decode(data, type=kind), kind, where)
+            data = mended
+    return _guard(lambda: _typed(data, kind), kind, where)
+
+
+def _typed(data: bytes | str | Raw, kind: type[T]) -> T:
+    """Text that is no JSON is told as that, also where something before its fault has a wrong type."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        msgspec.json.decode(data)
+        raise
 
 
 def convert(value: Any, kind: type[T], where: str = "") -> T:
