@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,8 +20,10 @@ if not glob.glob("/dev/nvidia[0-9]*"):
     # Triton reads it when a kernel is defined, so it must be there before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-EXPECTED_SKIPS = ("needs a CUDA device", "needs the recorded traces", "needs the instruction set")
-"""Reasons that are fine everywhere: hardware, and data that a public checkout does not have."""
+TIME_IS_UP = "TESTS_SECONDS are over: left for `make test-full`"
+EXPECTED_SKIPS = ("needs a CUDA device", "needs the recorded traces", "needs the instruction set", TIME_IS_UP)
+"""Reasons that are fine everywhere: hardware, data that a public checkout does not have, and time where it was limited."""
+_started = time.monotonic()
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = os.environ.get("TESTS_SECONDS")
+    if limit and time.monotonic() - _started > float(limit):
+        pytest.skip(TIME_IS_UP)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
