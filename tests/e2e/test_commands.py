@@ -42,7 +42,8 @@ def test_the_demo_runs_two_tools_over_a_restart_and_an_edit() -> None:
     assert set(turns) == {"1", "2", "3", "4", "5"}
     assert all(re.search(r" \d+ ms met ", line) for line in turns.values())
     assert re.search(r"^ +4 .*, disk ", responses, re.MULTILINE)  # after the kill, before anything new was saved
-    assert re.search(r"^ +5 .*, disk +tool_output_changed @ \d+", responses, re.MULTILINE)  # the edited context found a checkpoint
+    # The edited context found a checkpoint.
+    assert re.search(r"^ +5 .*, disk +tool_output_changed @ \d+", responses, re.MULTILINE)
     for kind in ("system", "prompt_end", "turn", "tool_result"):
         assert re.search(rf"│ {kind} +│ (device|ram|disk)", text)
 
