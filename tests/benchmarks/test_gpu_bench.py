@@ -103,6 +103,7 @@ def test_a_stage_that_fails_is_named_and_the_next_engine_runs_its_own(directory,
     assert "the device is gone" in err
 
 
+@pytest.mark.slow
 def test_an_engine_leaves_no_slots_behind(directory):
     one, seen = bench(directory), []
     for share in (0.5, 1.0):
@@ -152,6 +153,7 @@ def bench(directory: Path, kernels: str = "plain", sizes: Sizes = TINY_SIZES) ->
     return Bench(directory, TINY, rates=ASSUMED, sizes=sizes, host=True, kernels=kernels, **quiet)
 
 
+@pytest.mark.slow
 def test_variants_share_one_bank_that_outlives_engines(directory):
     one = bench(directory)
     with one.engine("random", 0.5):

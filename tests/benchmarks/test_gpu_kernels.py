@@ -12,6 +12,7 @@ from benchmarks.gpu.kernel_cases import TINY, Case, cases
 from benchmarks.gpu.kernels import floor_us, main, table
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the benchmark itself is the test")
 def test_every_case_runs_at_tiny_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     main([])

@@ -49,6 +49,7 @@ def test_the_contexts_have_the_sizes_that_the_others_were_measured_with(full_siz
         assert measured[place].reused >= best - 2, place
 
 
+@pytest.mark.slow
 def test_on_the_reference_backend_no_bit_differs(attention_dir: Path) -> None:
     cells = list(play(attention_dir, "reference", "auto", SMALL))
     assert [(c.scenario, c.turn, c.difference) for c in cells if c.difference != 0] == []

@@ -189,6 +189,7 @@ def test_states_on_disk_are_found_by_the_worker_that_wrote_them(tmp_path: Path) 
             assert found["reused_tokens"] >= response["usage"]["input_tokens"], found
 
 
+@pytest.mark.slow
 def test_several_models_are_listed_chosen_by_name_and_named_in_the_error(
     tmp_path: Path, start_server: Callable[..., PrivateServer]
 ) -> None:

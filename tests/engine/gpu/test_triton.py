@@ -37,6 +37,7 @@ def check(model_type, fetches, parts, place):
         assert (on_cpu > 0) == (fetches >= 0)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_the_references(tmp_path_factory):
     check("qwen3_5_moe", 1, [tokens(1, 1), tokens(9, 2), tokens(1, 3)], tmp_path_factory)
 

@@ -63,6 +63,7 @@ def test_slot_experts_equal_the_plain_ones(
     close(out, want, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "inter"), [(1, 520), (3, 520), (70, 20)])
 def test_slot_experts_in_blocks_of_every_dimension(dtype: torch.dtype, tokens: int, inter: int) -> None:
     """More inner values, columns and tokens than one block holds."""
