@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -63,7 +64,12 @@ def test_a_dead_postgresql_fails_turns_clearly_and_takes_them_when_it_is_back(
     again = last([turn(server, "go on", first)])
     assert again["status"] in ("completed", "incomplete")
     assert status(server.target, f"/v1/responses/{again['id']}") == 200
-    assert status(server.target, f"/v1/responses/{failed['id']}") == 404
+    # Whoever asks for the one that failed is told how it ended; nothing follows it.
+    request = urllib.request.Request(f"{server.target.url}/v1/responses/{failed['id']}", headers=server.target.headers)
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        told = json.load(reply)
+    assert (told["status"], told["error"]["message"]) == ("failed", failed["error"]["message"])
+    assert turn(server, "go on", failed["id"])["error"]["code"] == "previous_response_not_found"
     assert "Traceback" not in server.tail(1000)
     assert_idle(server.target)
 
