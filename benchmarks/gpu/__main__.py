@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [STAGE ...] [--dir DIR] [--out DIR] [--limit-s 540] [--resident 25 84] [--variants random]
     python -m benchmarks.gpu --tiny            # everything at toy size; without a GPU too
 
-STAGE: checkpoint, calibrate, decode, suffix, alternate, interleave, restore, save, resize, table; all of them by default.
+STAGE: checkpoint, calibrate, decode, suffix, alternate, interleave, restore, save, resize, table: all by default; profile: only by name.
 `docs/gpu.md` says what each shows. A run that is stopped, or out of time, goes on with the same command: what is done stays in
 DIR/results.jsonl. Exit status 3: there is more to do; 1: a stage failed, and the others were run.
 """
@@ -30,6 +30,7 @@ from benchmarks.gpu.calibration import calibrate
 from benchmarks.gpu.context import Context, OutOfTime
 from benchmarks.gpu.decode import decode
 from benchmarks.gpu.play import EngineFailed
+from benchmarks.gpu.profiling import profile
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.states import resize, restore, save
 from benchmarks.gpu.turns import alternate, interleave, suffix
@@ -44,6 +45,8 @@ BY_TURN_SHARE: dict[str, Callable[[Context], None]] = {"suffix": suffix, "altern
 ONCE: dict[str, Callable[[Context], None]] = {"restore": restore, "save": save, "resize": resize}
 """Where the variant makes no difference: on the programmed one, whose tokens can be checked."""
 STAGES = ("checkpoint", "calibrate", *BY_SHARE, *BY_TURN_SHARE, *ONCE, "table")
+BY_NAME: dict[str, Callable[[Context], None]] = {"profile": profile}
+"""Only when asked for."""
 MORE_TO_DO = 3
 
 
@@ -51,7 +54,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join((*STAGES, *BY_NAME)))
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on host memory where there is no GPU")
     parser.add_argument("--dir", type=Path, help="checkpoints and state (default: /dev/shm or a disk with room)")
     parser.add_argument("--out", type=Path, help=f"gets every result line (default: {RESULTS.name}/ for full runs)")
@@ -64,8 +67,8 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", choices=("triton", "plain"), help="default: triton on a GPU")
     parser.add_argument("--again", action="store_true", help="forget what is done")
     options = parser.parse_args(arguments)
-    if unknown := set(options.stages) - set(STAGES):
-        parser.error(f"unknown stage {sorted(unknown)[0]!r}; there are {', '.join(STAGES)}")
+    if unknown := set(options.stages) - {*STAGES, *BY_NAME}:
+        parser.error(f"unknown stage {sorted(unknown)[0]!r}; there are {', '.join((*STAGES, *BY_NAME))}")
     options.stages = options.stages or list(STAGES)
     return options
 
@@ -163,6 +166,7 @@ def _measure(
             if options.resident or share in what.turn_shares:
                 stages |= BY_TURN_SHARE
                 stages |= ONCE if variant == options.variants[-1] and share < 100 else {}
+            stages |= BY_NAME
             stages = {name: stage for name, stage in stages.items() if name in options.stages}
             with ExitStack() as stack:
 
