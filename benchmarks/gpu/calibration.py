@@ -49,7 +49,7 @@ def _gb_s(device: Device, work: Callable[[], int], seconds: float) -> float:
 
 def copies(device: Device, bank: HostBank, seconds: float) -> dict[int, float]:
     """By copy engine from the pinned bank, size by size."""
-    flat = bank.bytes[: bank.pinned_rows].view(-1)
+    flat = bank.bytes[next(bank.runs(0, bank.pinned_rows))].view(-1)
     out: dict[int, float] = {}
     for size in SIZES:
         if size > len(flat):

@@ -172,10 +172,10 @@ def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
     tokens, seqs, longest, kernel = sum(lengths), len(lengths), max(lengths), 4
     name = f"t{tokens}" if longest == 1 else "long"
     starts, contexts = make.ints([sum(lengths[:s]) for s in range(seqs + 1)]), make.ints([g.context] * seqs)
-    rows, cuts = make.ints(list(range(seqs))), make.ints([0, 0, 0, 0])
+    rows = make.ints(list(range(seqs)))
     x, weight, out = make.values(tokens, g.conv_dim), make.values(g.conv_dim, kernel), make.empty(tokens, g.conv_dim)
     tails = make.values(seqs, g.conv_dim, kernel - 1)
-    run = partial(ops.conv, x, weight, tails, starts, contexts, rows, longest, out, cuts=cuts)
+    run = partial(ops.conv, x, weight, tails, starts, contexts, rows, longest, out)
     yield Case(f"conv {name}", run, size(x, out, tails, tails))
     a, b = make.values(tokens, g.v_heads), make.values(tokens, g.v_heads)
     gates = [make.values(g.v_heads, dtype=torch.float32) for _ in range(2)]
@@ -184,7 +184,6 @@ def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
     run = partial(ops.delta, x, a, b, *gates, states, starts, contexts, rows, longest, g.k_heads, y)
     flops = 6 * tokens * states[0].numel()
     yield Case(f"delta {name}", run, size(x, y, states, states), flops)
-    yield Case(f"delta with cuts {name}", partial(run, cuts=cuts), size(x, y, states, states), flops)
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ def measure(
     host: where the mailbox of this measurement lies: host memory, since here the asking is Python's, and must not wait for the
     device.
     """
-    record, count = bank.record.nbytes, min(bank.pinned_rows, 64)
+    record, count = bank.record.nbytes, next((run.stop for run in bank.runs(0, min(bank.pinned_rows, 64))), 0)
     if count < 1:
         raise DeviceError("no expert is pinned, so the link cannot be measured")
     place = device.torch_device

@@ -69,7 +69,8 @@ class ExpertPool:
         self._current: torch.Tensor | None = None
         self._executor: Executor | None = None
         if self.resident:
-            memory[: bank.rows].copy_(bank.bytes)
+            for rows in bank.runs(0, bank.rows):
+                memory[rows].copy_(bank.bytes[rows])
             bank.discard()
         else:
             self._executor = start_executor(self.box, bank, experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +113,17 @@ class HostBank:
                 _gb(self.nbytes),
                 refused,
             )
+
+    def runs(self, first: int, stop: int) -> Iterator[slice]:
+        """first … stop in slices that one copy may move: the driver refuses a copy that reads from two pinned parts at once."""
+        edge = 0
+        for part in self._pinned:
+            edge += len(part) // self.record.nbytes
+            if first < min(edge, stop):
+                yield slice(first, min(edge, stop))
+                first = min(edge, stop)
+        if first < stop:
+            yield slice(first, stop)
 
     def discard(self) -> None:
         """Give the memory back: every expert lies on the device for good. The records read as zeros from now on."""

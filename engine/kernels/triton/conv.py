@@ -62,8 +62,8 @@ def _keep(x, tails, source, dest, context, start, length, c, channels, x_row, t_
 
 @triton.jit
 def _tails(
-    x, tails, starts, contexts, rows, rows_out, cuts, channels, x_row, t_row,
-    CUTS: tl.constexpr, TAIL: tl.constexpr, TP: tl.constexpr, CHANNELS: tl.constexpr,
+    x, tails, starts, contexts, rows, rows_out, channels, x_row, t_row,
+    TAIL: tl.constexpr, TP: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(1)
     start = tl.load(starts + seq)
@@ -72,18 +72,13 @@ def _tails(
     if (row < 0) | (context < 0) | (length <= 0):
         return
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    if CUTS:
-        for i in range(tl.load(cuts)):
-            if tl.load(cuts + 1 + 3 * i) == seq:
-                offset, dest = tl.load(cuts + 2 + 3 * i), tl.load(cuts + 3 + 3 * i).to(tl.int64)
-                _keep(x, tails, row, dest, context, start, offset, c, channels, x_row, t_row, TAIL, TP)
     _keep(x, tails, row, row_out, context, start, length, c, channels, x_row, t_row, TAIL, TP)
 
 
 @triton.jit
 def _step(
-    x, weight, tails, starts, contexts, rows, rows_out, cuts, out, channels, x_row, t_row, o_row,
-    CUTS: tl.constexpr, K: tl.constexpr, TP: tl.constexpr, CHANNELS: tl.constexpr,
+    x, weight, tails, starts, contexts, rows, rows_out, out, channels, x_row, t_row, o_row,
+    K: tl.constexpr, TP: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence: output and tail at once."""
     seq = tl.program_id(1)
@@ -103,11 +98,6 @@ def _step(
     tl.debug_barrier()
     moved, kept = c[None, :] * (K - 1) + j - 1, inside & (j > 0)
     tl.store(tails + row_out * t_row + moved, value.to(tails.dtype.element_ty), mask=kept)
-    if CUTS:
-        for i in range(tl.load(cuts)):
-            if tl.load(cuts + 1 + 3 * i) == seq:
-                dest = tl.load(cuts + 3 + 3 * i).to(tl.int64)
-                tl.store(tails + dest * t_row + moved, value.to(tails.dtype.element_ty), mask=kept)
 
 
 def conv(
@@ -120,27 +110,25 @@ def conv(
     longest: int,
     out: torch.Tensor,
     rows_out: torch.Tensor | None = None,
-    cuts: torch.Tensor | None = None,
 ) -> None:
     """out = silu(convolution of each sequence's slice); its tail is read from `rows` and written to `rows_out`.
 
     mixed, out: [T, C]. weight: [C, K]. tails: [pool rows, C, K − 1], the last inputs, oldest first. starts: int32 [S + 1].
     contexts: int32 [S]; where 0 the tail counts as zeros. rows: int32 [S]; −1 (or a context of −1) skips the sequence.
-    longest: most tokens of one sequence. rows_out: default `rows`. cuts: int32, n then n times (sequence, offset, row): the
-    tail after `offset` tokens also goes to that row; offset 1 … the sequence's length.
+    longest: most tokens of one sequence. rows_out: default `rows`.
     """
     channels, kernel = weight.shape
     if mixed.shape != out.shape or mixed.shape[1] != channels or tails.shape[1:] != (channels, kernel - 1):
         raise ShapeMismatch(f"conv of {list(mixed.shape)} by {list(weight.shape)} with tails {list(tails.shape)}")
     if not (weight.is_contiguous() and tails[0].is_contiguous()):
         raise ShapeMismatch("conv needs contiguous weights and tail rows")
-    written, table = rows if rows_out is None else rows_out, rows if cuts is None else cuts
+    written = rows if rows_out is None else rows_out
     strides = (mixed.stride(0), tails.stride(0))
     block = min(config.CONV_CHANNELS, config.power(channels))
-    grid, options = (triton.cdiv(channels, block), len(rows)), {"CUTS": cuts is not None, "CHANNELS": block}
+    grid, options = (triton.cdiv(channels, block), len(rows)), {"CHANNELS": block}
     if longest == 1:
         launch(
-            _step, grid, mixed, weight, tails, starts, contexts, rows, written, table, out, channels, *strides, out.stride(0),
+            _step, grid, mixed, weight, tails, starts, contexts, rows, written, out, channels, *strides, out.stride(0),
             K=kernel, TP=config.power(kernel), num_warps=4, **options,
         )  # fmt: skip
         return
@@ -151,6 +139,6 @@ def conv(
         K=kernel, TOKENS=tokens, CHANNELS=block, num_warps=4,
     )  # fmt: skip
     launch(
-        _tails, grid, mixed, tails, starts, contexts, rows, written, table, channels, *strides,
+        _tails, grid, mixed, tails, starts, contexts, rows, written, channels, *strides,
         TAIL=kernel - 1, TP=config.power(kernel - 1), num_warps=4, **options,
     )  # fmt: skip

@@ -6,8 +6,7 @@ adds k̂_t ⊗ u_t to the decayed state, where
 so U = T (β v) − T (β e^G k̂) S = U0 − W S with T = (I + A)⁻¹. The first kernel makes U0, W and P_ti = e^{G_t − G_i} (q̂_t · k̂_i)
 of every chunk at once; the second walks the chunks of a sequence with some columns of one head's state in registers:
     out_t = e^{G_t} Sᵀq̂_t + Σ_{i≤t} P_ti u_i,                  S ← e^{G_64} S + Σ_i e^{G_64 − G_i} k̂_i ⊗ u_i.
-T is made of 16 × 16 blocks by substitution, which are then joined; a power series would cancel. A cut inside a chunk is the
-last formula with the cut's position in place of 64, so it changes nothing for the tokens behind it.
+T is made of 16 × 16 blocks by substitution, which are then joined; a power series would cancel.
 
 Numbers: f32 sums everywhere; products of the inputs themselves in their own type; W, U0 and P are kept in the inputs' type;
 the state enters products as two bf16 parts; the join of T is in tf32. f32 inputs: all in f32.
@@ -116,9 +115,9 @@ def _dot_wide(x, y, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scan(
-    mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, cuts, w_in, u_in, p_in, out,
+    mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, w_in, u_in, p_in, out,
     m_row, a_row, b_row, s_row, o_row,
-    CUTS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, KP: tl.constexpr,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, KP: tl.constexpr,
     COLUMNS: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0), tl.program_id(1)
@@ -153,15 +152,6 @@ def _scan(
         tl.store(out + token[:, None] * o_row + head * D_V + j[None, :], y.to(out.dtype.element_ty), mask=in_v)
         kt = tl.trans(k)
         rk = _lengths(k)
-        if CUTS:
-            for c in range(tl.load(cuts)):
-                last = tl.load(cuts + 2 + 3 * c) - 1 - done
-                if (tl.load(cuts + 1 + 3 * c) == seq) & (last >= 0) & (last < C):
-                    sofar = tl.sum(tl.where(n == last, G, 0.0), 0)
-                    part = tl.where(n <= last, tl.exp(tl.minimum(sofar - G, 0.0)) * rk, 0.0)
-                    cut = _dot_wide(kt, U * part[:, None], state * tl.exp(sofar), PRECISION)
-                    dest = tl.load(cuts + 3 + 3 * c).to(tl.int64)
-                    tl.store(states + dest * s_row + place, cut, mask=whole)
         # Dead tokens behind the last do not decay, so the chunk's last G is the sequence's.
         total = tl.sum(tl.where(n == C - 1, G, 0.0), 0)
         state = _dot_wide(kt, U * (tl.exp(total - G) * rk)[:, None], state * tl.exp(total), PRECISION)
@@ -179,7 +169,6 @@ def delta_chunk(
     contexts: torch.Tensor,
     rows: torch.Tensor,
     rows_out: torch.Tensor,
-    cuts: torch.Tensor | None,
     longest: int,
     k_heads: int,
     out: torch.Tensor,
@@ -202,7 +191,7 @@ def delta_chunk(
     columns = max(16, min(config.DELTA_CHUNK_COLUMNS, config.power(d_v)))
     launch(
         _scan, (len(rows), v_heads, triton.cdiv(d_v, columns)),
-        mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, rows if cuts is None else cuts, *parts, out,
+        mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, *parts, out,
         mixed.stride(0), a.stride(0), b.stride(0), states.stride(0), out.stride(0),
-        CUTS=cuts is not None, COLUMNS=columns, PRECISION=kind, num_warps=8, num_stages=2, **shape,
+        COLUMNS=columns, PRECISION=kind, num_warps=8, num_stages=2, **shape,
     )  # fmt: skip

@@ -32,9 +32,9 @@ def gates(a, b, a_log, dt_bias):
 
 @triton.jit
 def _delta_step(
-    mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, cuts, out,
+    mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, out,
     m_row, a_row, b_row, s_row, o_row,
-    CUTS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, KP: tl.constexpr,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, KP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0), tl.program_id(1)
@@ -63,10 +63,6 @@ def _delta_step(
     tl.store(states + row_out * s_row + place, state, mask=inside)
     y = tl.sum(state * q, 0)[None, :]
     tl.store(out + token * o_row + head * D_V + j, y.to(out.dtype.element_ty), mask=j < D_V)
-    if CUTS:
-        for n in range(tl.load(cuts)):
-            if tl.load(cuts + 1 + 3 * n) == seq:
-                tl.store(states + tl.load(cuts + 3 + 3 * n).to(tl.int64) * s_row + place, state, mask=inside)
 
 
 def delta_step(
@@ -80,7 +76,6 @@ def delta_step(
     contexts: torch.Tensor,
     rows: torch.Tensor,
     rows_out: torch.Tensor,
-    cuts: torch.Tensor | None,
     k_heads: int,
     out: torch.Tensor,
 ) -> None:
@@ -90,8 +85,8 @@ def delta_step(
     columns = min(config.DELTA_STEP_COLUMNS, config.power(d_v))
     launch(
         _delta_step, (len(rows), v_heads, triton.cdiv(d_v, columns)),
-        mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, rows if cuts is None else cuts, out,
+        mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, out,
         mixed.stride(0), a.stride(0), b.stride(0), states.stride(0), out.stride(0),
-        CUTS=cuts is not None, K_HEADS=k_heads, V_HEADS=v_heads, D_K=d_k, D_V=d_v, KP=config.power(d_k), COLUMNS=columns,
+        K_HEADS=k_heads, V_HEADS=v_heads, D_K=d_k, D_V=d_v, KP=config.power(d_k), COLUMNS=columns,
         num_warps=4,
     )  # fmt: skip

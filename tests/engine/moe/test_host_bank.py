@@ -82,6 +82,17 @@ def test_a_quota_or_a_limit_leaves_the_rest_to_the_cpu_and_says_so(quota, limit,
     assert ("quota of" if quota and quota < 100 else "limit of") in record.getMessage()
 
 
+def test_no_run_reads_from_two_pinned_parts(monkeypatch):
+    monkeypatch.setattr(host_bank, "PIN_STEP_BYTES", 4 * RECORD.nbytes)
+    bank = HostBank(11, RECORD)
+    bank.layer(11, 8, 32, torch.float32)
+    assert list(bank.runs(2, 11)) == [slice(2, 11)]
+    bank.pin(HostDevice(), 10 * RECORD.nbytes, quiet)
+    assert list(bank.runs(0, 11)) == [slice(0, 4), slice(4, 8), slice(8, 10), slice(10, 11)]
+    assert list(bank.runs(5, 9)) == [slice(5, 8), slice(8, 9)]
+    assert list(bank.runs(6, 6)) == []
+
+
 def test_a_record_of_another_shape_or_too_many_are_refused():
     bank = HostBank(4, RECORD)
     with pytest.raises(ShapeMismatch, match="do not fit"):

@@ -1,4 +1,4 @@
-"""Convolution and delta rule over several sequences, decode and prefill, with fresh rows, padding and cuts."""
+"""Convolution and delta rule over several sequences, decode and prefill, with fresh rows and padding."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Seq:
-    """cut: after how many tokens the state is copied (0: nowhere)."""
-
     length: int
     context: int = 0
     dead: bool = False
-    cut: int = 0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequence s reads row 2·s, writes row 2·s or 2·s + 1, and cuts to row 2·n + s."""
+    """Sequence s reads row 2·s and writes row 2·s or 2·s + 1."""
 
     seqs: list[Seq]
     double: bool
@@ -43,13 +40,11 @@ class Batch:
     def tables(self) -> dict[str, torch.Tensor]:
         edges = [sum(s.length for s in self.seqs[:i]) for i in range(len(self.seqs) + 1)]
         rows = [-1 if s.dead else 2 * i for i, s in enumerate(self.seqs)]
-        cuts = [(i, s.cut, 2 * len(self.seqs) + i) for i, s in enumerate(self.seqs) if s.cut]
         return {
             "starts": ints(edges),
             "contexts": ints([s.context for s in self.seqs]),
             "rows": ints(rows),
             "rows_out": ints([row + self.double if row >= 0 else -1 for row in rows]),
-            "cuts": ints([len(cuts), *(n for cut in cuts for n in cut), -9, -9, -9]),
         }
 
     @property
@@ -62,30 +57,21 @@ class Batch:
 
     @property
     def pool_rows(self) -> int:
-        return 3 * len(self.seqs)
+        return 2 * len(self.seqs)
 
-    def parts(self) -> list[tuple[int, Seq, slice, int, int, int]]:
-        """Of the live: index, sequence, its rows of the batch, state row read, written, cut to."""
+    def parts(self) -> list[tuple[Seq, slice, int, int]]:
+        """Of the live: sequence, its rows of the batch, state row read, written."""
         starts = self.tables()["starts"].tolist()
         return [
-            (i, s, slice(starts[i], starts[i + 1]), 2 * i, 2 * i + self.double, 2 * len(self.seqs) + i)
+            (s, slice(starts[i], starts[i + 1]), 2 * i, 2 * i + self.double)
             for i, s in enumerate(self.seqs)
             if not s.dead and s.length
         ]
 
 
 def batches(lengths: list[int]) -> st.SearchStrategy[Batch]:
-    seq = st.builds(
-        Seq, st.sampled_from(lengths), st.sampled_from([0, 5]), st.sampled_from([False, False, True]), st.booleans()
-    )
-    placed = seq.flatmap(
-        lambda s: (
-            st.builds(Seq, *map(st.just, (s.length, s.context, s.dead)), st.integers(1, s.length) if s.cut else st.just(0))
-            if s.length and not s.dead
-            else st.just(Seq(s.length, s.context, s.dead))
-        )
-    )
-    some = st.lists(placed, min_size=1, max_size=3).filter(lambda seqs: sum(s.length for s in seqs) > 0)
+    seq = st.builds(Seq, st.sampled_from(lengths), st.sampled_from([0, 5]), st.sampled_from([False, False, True]))
+    some = st.lists(seq, min_size=1, max_size=3).filter(lambda seqs: sum(s.length for s in seqs) > 0)
     return st.builds(Batch, some, st.booleans())
 
 
@@ -96,15 +82,11 @@ def check_conv(batch: Batch, channels: int, kernel: int, dtype: torch.dtype) -> 
     tables = batch.tables()
     ops.conv(
         x, weight, tails, tables["starts"], tables["contexts"], tables["rows"], batch.longest, out,
-        rows_out=tables["rows_out"], cuts=tables["cuts"],
+        rows_out=tables["rows_out"],
     )  # fmt: skip
-    for _, seq, rows, row, row_out, dest in batch.parts():
+    for seq, rows, row, row_out in batch.parts():
         tail = want_tails[row].clone() if seq.context else torch.zeros_like(want_tails[row])
-        at = tail.clone()
         close(out[rows], reference.causal_conv(x[rows], weight, tail), dtype)
-        if seq.cut:
-            reference.causal_conv(x[rows][: seq.cut], weight, at)
-            want_tails[dest] = at
         want_tails[row_out] = tail
     assert torch.equal(tails, want_tails)
 
@@ -130,22 +112,18 @@ def check_delta(batch: Batch, k_heads: int, repeat: int, d_k: int, d_v: int, dty
     want_states, out = states.clone(), poisoned(batch.tokens, heads, d_v)
     ops.delta(
         mixed, a, b, a_log, dt_bias, states, tables["starts"], tables["contexts"], tables["rows"], batch.longest, k_heads,
-        out, rows_out=tables["rows_out"], cuts=tables["cuts"],
+        out, rows_out=tables["rows_out"],
     )  # fmt: skip
     g, beta = reference.delta_gates(a, b, a_log, dt_bias)
     q, k, v = mixed.float().split([k_heads * d_k, k_heads * d_k, heads * d_v], dim=1)
     q, k, v = q.unflatten(1, (k_heads, d_k)), k.unflatten(1, (k_heads, d_k)), v.unflatten(1, (heads, d_v))
     untouched = set(range(batch.pool_rows))
-    for _, seq, rows, row, row_out, dest in batch.parts():
+    for seq, rows, row, row_out in batch.parts():
         state = want_states[row].clone() if seq.context else torch.zeros_like(want_states[row])
         inputs = [t[rows] for t in (q, k, v, g, beta)]
-        at = state.clone()
         close(out[rows], reference.gated_delta_chunk(*inputs, state), dtype, factor)
-        if seq.cut:
-            reference.gated_delta_chunk(*(t[: seq.cut] for t in inputs), at)
-            close(states[dest], at, dtype, factor)
         close(states[row_out], state, dtype, factor)
-        untouched -= {row_out, dest} if seq.cut else {row_out}
+        untouched.discard(row_out)
     for row in untouched:
         assert torch.equal(states[row], want_states[row])
 
