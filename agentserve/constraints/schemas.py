@@ -37,9 +37,9 @@ _PLAIN = frozenset(
         "required",
     }
 )
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_NESTED = frozenset({"items", "additionalProperties"})
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+NESTED = frozenset({"items", "additionalProperties"})
 _UNENFORCED = frozenset(
     {
         "not",
@@ -103,17 +103,17 @@ class _Cleaner:
                     raise InvalidValue(f"Expected `str`, got `{type(value).__name__}`", at)
                 if value in _FORMATS:
                     out[key] = value
-            elif key in _MAPS:
+            elif key in MAPS:
                 if not isinstance(value, dict):
                     raise InvalidValue(f"Expected `object`, got `{type(value).__name__}`", at)
                 out[key] = {name: self.clean(part, f"{at}.{name}") for name, part in value.items()}
-            elif key in _LISTS:
+            elif key in LISTS:
                 out[key] = self._list(value, at)
             elif key == "items" and isinstance(value, list):  # before draft 2020 what is prefixItems now
                 out["prefixItems"] = self._list(value, at)
                 if "additionalItems" in schema:
                     out["items"] = self.clean(schema["additionalItems"], f"{where}.additionalItems")
-            elif key in _NESTED:
+            elif key in NESTED:
                 out[key] = self.clean(value, at)
             elif key == "$ref":
                 self._check_reference(value, at)
@@ -194,10 +194,10 @@ def check(schema: Schema, where: str, refusal: Callable[[Schema], str]) -> None:
 def _parts(node: Mapping[str, Any]) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for key, value in node.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in MAPS and isinstance(value, dict):
             out += [(f".{key}.{name}", part) for name, part in value.items()]
-        elif key in _LISTS and isinstance(value, list):
+        elif key in LISTS and isinstance(value, list):
             out += [(f".{key}[{i}]", part) for i, part in enumerate(value)]
-        elif key in _NESTED:
+        elif key in NESTED:
             out.append((f".{key}", value))
     return out

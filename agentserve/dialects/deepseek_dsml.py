@@ -53,7 +53,7 @@ class DeepSeekDsml(Dialect):
         return TaggedCalls(tags, tools)
 
     def call_rule(self, writer: LarkWriter, name: str, schema: Schema) -> str:
-        tags = ParameterTags(_opening, f"</{_D}parameter>\n", f"</{_D}parameter>")
+        tags = ParameterTags(_opening, f"</{_D}parameter>\n", f"</{_D}parameter>", tells=True)
         head, end = writer.tag(f'<{_D}invoke name="{name}">\n'), writer.tag(f"</{_D}invoke>")
         return f"{head} {parameter_rules(writer, name, schema, tags)} {end}"
 

@@ -6,13 +6,15 @@ regular expression.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, between_slashes, choice, literal
 from agentserve.constraints.output import Schema
-from agentserve.constraints.schemas import resolve
+from agentserve.constraints.schemas import LISTS, MAPS, NESTED, resolve
 from agentserve.dialects.schema import types_of
 from agentserve.errors import UnsupportedValue
 from agentserve.protocol.items import MAX_DEPTH
@@ -22,12 +24,14 @@ from agentserve.protocol.items import MAX_DEPTH
 class ParameterTags:
     """opening(name, whether a bare string follows): the opening tag. closing: behind each value.
 
-    core: the part of `closing` by which a reader knows the end of a value.
+    core: the part of `closing` by which a reader knows the end of a value. tells: the opening tag says which of the two
+    follows; else a reader knows it by the schema, and only what the schema calls no string is JSON.
     """
 
     opening: Callable[[str, bool], str]
     closing: str
     core: str
+    tells: bool = False
 
 
 _NAME = "\x00"
@@ -37,8 +41,7 @@ _ABOUT_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties
 def parameter_rules(writer: LarkWriter, tool: str, schema: Schema, tags: ParameterTags) -> str:
     """All arguments of a call. Raises UnsupportedValue for what cannot be said so."""
     where = f"tools.{tool}.parameters"
-    schema = _followed(schema, where)
-    _check_references(schema, where)
+    schema = _followed(_lifted(schema), where)
     for key in _ABOUT_OBJECTS:
         if key in schema:
             raise UnsupportedValue(f"'{key}' cannot be enforced for a whole call in this model's tool syntax", f"{where}.{key}")
@@ -60,9 +63,13 @@ def parameter_rules(writer: LarkWriter, tool: str, schema: Schema, tags: Paramet
 def _parameter(writer: LarkWriter, key: str, schema: Any, definitions: Schema, tags: ParameterTags, where: str) -> str:
     whole = {**definitions, **schema} if isinstance(schema, dict) else {}
     types = types_of(whole, whole)
-    if not types or types == {"string"}:
+    if types == {"string"} or not (types or tags.tells):
         return f"{writer.tag(tags.opening(key, True))} {_bare(writer, whole, tags, where)}"
-    return f"{writer.tag(tags.opening(key, False))} {writer.json(whole)} {writer.tag(tags.closing)}"
+    forms = [f"{writer.tag(tags.opening(key, False))} {writer.json(whole)} {writer.tag(tags.closing)}"]
+    if tags.tells and (not types or "string" in types):
+        with contextlib.suppress(UnsupportedValue):  # then its strings are told as JSON too
+            forms.insert(0, f"{writer.tag(tags.opening(key, True))} {_bare(writer, whole, tags, where)}")
+    return choice(forms)
 
 
 def _bare(writer: LarkWriter, schema: Schema, tags: ParameterTags, where: str) -> str:
@@ -91,24 +98,49 @@ def _followed(schema: Schema, where: str) -> Schema:
         if "$ref" not in schema:
             return schema
         found = resolve(schema, schema["$ref"])
+        found = {} if found is True else found
         if not isinstance(found, dict):
             break
         schema = {**{k: v for k, v in schema.items() if k != "$ref"}, **found}
     raise UnsupportedValue("it refers to no schema that this model's tool syntax can hold", f"{where}.$ref")
 
 
-def _check_references(schema: Any, where: str) -> None:
-    """Raises UnsupportedValue: each parameter is a grammar of its own, with the definitions and nothing else of the schema."""
-    if isinstance(schema, list):
-        for i, part in enumerate(schema):
-            _check_references(part, f"{where}[{i}]")
-    if not isinstance(schema, dict):
-        return
-    for key, part in schema.items():
-        if key == "$ref" and isinstance(part, str) and not part.startswith(("#/$defs/", "#/definitions/")):
-            raise UnsupportedValue("only references into `$defs` can be enforced in this model's tool syntax", f"{where}.$ref")
-        if key not in ("enum", "const"):
-            _check_references(part, f"{where}.{key}")
+def _lifted(root: Schema) -> Schema:
+    """The same schema with every reference into `$defs`: each parameter is a grammar of its own, and those are all it is given
+    of the rest."""
+    definitions: dict[str, Any] = dict(root.get("$defs") or {})
+    declared = tuple(definitions)
+    names: dict[str, str] = {}
+
+    def walk(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        out: Schema = {}
+        for key, value in node.items():
+            if key in MAPS:
+                out[key] = {name: walk(part) for name, part in value.items()}
+            elif key in LISTS:
+                out[key] = [walk(part) for part in value]
+            elif key == "$ref":
+                out[key] = lift(value)
+            else:
+                out[key] = walk(value) if key in NESTED else value
+        return out
+
+    def lift(reference: str) -> str:
+        if reference.startswith(("#/$defs/", "#/definitions/")):
+            return reference
+        if reference not in names:
+            name = names[reference] = next(n for i in count(len(names)) if (n := f"lifted{i}") not in definitions)
+            definitions[name] = {}  # taken
+            definitions[name] = walk(resolve(root, reference))
+        return f"#/$defs/{names[reference]}"
+
+    root = {key: value for key, value in root.items() if key != "$defs"}
+    made = walk(root)
+    for name in declared:
+        definitions[name] = walk(definitions[name])
+    return {**made, "$defs": definitions} if definitions else made
 
 
 def _search(pattern: str, where: str) -> str:
@@ -122,8 +154,12 @@ def _search(pattern: str, where: str) -> str:
 
 
 def _any_parameter(writer: LarkWriter, tags: ParameterTags) -> str:
-    """A parameter of any name, for a tool that declares none."""
-    before, after = tags.opening(_NAME, True).split(_NAME)
+    """A parameter of any name, for a tool that declares none: a bare string, and where tags tell the two apart also JSON."""
     name = writer.terminal(r"/[A-Za-z_][A-Za-z0-9_.-]*/")
-    value = writer.value_upto(tags.closing, tags.core)
-    return writer.rule(f"{writer.tag(before)} {name} {writer.tag(after)} {value}")
+    forms: list[str] = []
+    for bare in (True, False) if tags.tells else (True,):
+        before, after = tags.opening(_NAME, bare).split(_NAME)
+        json = f"{writer.json({})} {writer.tag(tags.closing)}"
+        value = writer.value_upto(tags.closing, tags.core) if bare else json
+        forms.append(writer.rule(f"{writer.tag(before)} {name} {writer.tag(after)} {value}"))
+    return choice(forms)

@@ -19,7 +19,6 @@ from agentserve.dialects.base import Piece
 from agentserve.dialects.registry import DIALECTS, get_dialect
 from agentserve.dialects.schema import typed_value, types_of
 from agentserve.dialects.stream import DialectParser
-from agentserve.errors import UnsupportedValue
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol.items import CustomTool, FunctionTool, Tool
 from agentserve.protocol.responses import TextFormat
@@ -373,27 +372,48 @@ def test_a_form_of_text_comes_behind_the_thinking(name: str):
         ({"$ref": "#/$defs/one"}, {"$defs": {"one": {"$ref": "#/$defs/two"}, "two": {"type": "string", "maxLength": 3}}}),
     ],
 )
-def test_references_are_followed_or_refused_by_path(name: str, part: Any, root: Any):
+def test_references_are_followed_wherever_they_lead(name: str, part: Any, root: Any):
+    """Also of a tool that is not strict: its array of objects can be given, whatever the schema is made of."""
     properties = {"a": part, "b": {"type": "string", "maxLength": 3}}
-    tool = FunctionTool(
-        name="f",
-        parameters={"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False, **root},
-        strict=True,
-    )
-    tok = tokenizer_of(name, True)
-    write = get_dialect(name).write_answer
-    good: Any = ["x"] if part.get("type") == "array" else "x"
-    refused = None
-    try:
-        assert accepts(name, tok, rule_for("required", tool), write("", "", [("f", {"a": good})]))
-        long: Any = ["long"] if part.get("type") == "array" else "long"
-        assert accepts(name, tok, rule_for("required", tool), write("", "", [("f", {"a": long})])) is ("any" in str(part))
-    except UnsupportedValue as error:
-        refused = error.param
-    assert refused is None or refused.startswith("tools.f.parameters.properties.a")
-    loose = FunctionTool(name="f", parameters=tool.parameters, strict=False)
-    if good == "x":  # a call of any form has bare strings
-        assert accepts(name, tok, rule_for("required", loose), write("", "", [("f", {"a": good})]))
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False, **root}
+    tok, write = tokenizer_of(name, True), get_dialect(name).write_answer
+    array = part.get("type") == "array"
+    for strict in (True, False):
+        rule = rule_for("required", FunctionTool(name="f", parameters=schema, strict=strict))
+        assert accepts(name, tok, rule, write("", "", [("f", {"a": ["x"] if array else "x"})]))
+        long = write("", "", [("f", {"a": ["long"] if array else "long"})])
+        assert accepts(name, tok, rule, long) is ("any" in str(part))
+
+
+@tool_dialects
+def test_a_schema_that_refers_to_itself_is_followed(name: str):
+    tree = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "more": {"type": "array", "items": {"$ref": "#"}}},
+        "additionalProperties": False,
+    }
+    rule = rule_for("required", FunctionTool(name="f", parameters=tree, strict=True))
+    tok, write = tokenizer_of(name, True), get_dialect(name).write_answer
+    assert accepts(name, tok, rule, write("", "", [("f", {"n": 1, "more": [{"n": 2, "more": [{"n": 3}]}]})]))
+    assert not accepts(name, tok, rule, write("", "", [("f", {"n": 1, "more": [{"n": "x"}]})]))
+
+
+@pytest.mark.parametrize("name", ["deepseek_dsml", "deepseek_dsml_v4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"type": "object", "properties": {"a": {}, "b": {}}},
+        {"type": "object", "properties": {"a": {"type": ["array", "string"]}, "b": {"type": ["string", "object"]}}},
+    ],
+)
+def test_where_tags_tell_strings_from_json_a_loose_tool_takes_both(name: str, schema: Any):
+    tok, write = tokenizer_of(name, True), get_dialect(name).write_answer
+    rule = rule_for("required", FunctionTool(name="f", parameters=schema))
+    arguments: Any = {"a": [1, {"x": None}], "b": "bare text"}
+    assert accepts(name, tok, rule, write("", "", [("f", arguments)]))
+    assert accepts(name, tok, rule, write("", "", [("f", {"a": "bare"})]))
 
 
 def test_types_of_a_schema_that_refers_to_itself_twice_are_found() -> None:
