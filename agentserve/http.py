@@ -99,8 +99,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def read_object(request: Request, services: Services, kind: type[T]) -> T:
-    """The body, decoded. Raises MessageTooLarge, InvalidValue."""
+    """The body, decoded; none at all is an object without members. Raises MessageTooLarge, InvalidValue."""
     raw = await read_body(request, services.config.limits.frame_bytes)
+    if not raw.strip():
+        raw = b"{}"
     if not raw.lstrip().startswith(b"{"):
         raise InvalidValue("the body must be one JSON object")
     check_members(raw)

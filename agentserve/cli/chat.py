@@ -76,18 +76,11 @@ def chat(
 
 def find_target(config: Path | None, state_dir: Path | None, url: str | None, token: str | None) -> Target:
     """The server that the settings describe, unless named."""
-    from agentserve.cli.connect import Target
+    from agentserve.cli.connect import local_target
 
-    chosen = options.settings(config, {"state_dir": state_dir})
-    server = chosen.server
-    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
     if url is not None and not url.startswith(("http://", "https://")):
         options.fail(f"--url must begin with http:// or https://, got '{url}'", status=2)
-    address = url or f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    secret = token or server.token
-    if secret is None and server.auth == "token" and server.token_file and Path(server.token_file).exists():
-        secret = Path(server.token_file).read_text(encoding="utf-8").strip()
-    return Target(address.rstrip("/").removesuffix("/v1"), secret)
+    return local_target(options.settings(config, {"state_dir": state_dir}), url, token)
 
 
 def _converse(console: Console, talk: Talk) -> None:

@@ -11,11 +11,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
+
+if TYPE_CHECKING:
+    from agentserve.config import Config
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 Event = dict[str, Any]
@@ -79,6 +83,17 @@ class Target:
                 return {"status": "unreachable", "reason": f"answered {error.code}"}
         except (OSError, ValueError) as error:
             return {"status": "unreachable", "reason": str(error)}
+
+
+def local_target(config: Config, url: str | None = None, token: str | None = None) -> Target:
+    """The server that the settings describe, with the token that it keeps. url, token: instead of theirs."""
+    server = config.server
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+    address = url or f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+    secret = token or server.token
+    if secret is None and server.auth == "token" and server.token_file and Path(server.token_file).is_file():
+        secret = Path(server.token_file).read_text(encoding="utf-8", errors="replace").strip()
+    return Target(address.rstrip("/").removesuffix("/v1"), secret)
 
 
 class AgentSocket:

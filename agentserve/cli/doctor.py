@@ -12,30 +12,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from agentserve.cli import options
+from agentserve.cli.findings import Finding
 from agentserve.cli.shapes import size
 
 if TYPE_CHECKING:
     from agentserve.config import Config
 
-Verdict = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 1 << 30
 LEAST_TORCH = (2, 11)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line. hint: what to do, empty if nothing."""
-
-    name: str
-    verdict: Verdict
-    what: str
-    hint: str = ""
 
 
 def doctor(
@@ -49,6 +39,8 @@ def doctor(
     installation: Annotated[bool, typer.Option("--installation", help="Check only what no setting decides.")] = False,
 ) -> None:
     """Check everything that a server needs here. Ends with status 1 if something would keep it from starting.
+
+    Where the server of these settings runs already, it is asked how it is, instead of whether its address is free.
 
     --installation leaves out what belongs to one server: its model, address, database and room.
     """
@@ -83,6 +75,8 @@ def examine_installation() -> Iterator[Finding]:
 
 def examine(config: Config) -> Iterator[Finding]:
     """All findings. A check that itself breaks is a finding too."""
+    from agentserve.cli.running import examine_running, find_running
+
     yield from examine_installation()
     checks: list[Callable[[Config], Finding]] = [
         check_device,
@@ -95,6 +89,11 @@ def examine(config: Config) -> Iterator[Finding]:
         check_database,
         check_environment,
     ]
+    running = find_running(config)
+    if running is not None and running.own:
+        # It has taken its address, and the memory for its weights.
+        checks = [check for check in checks if check not in (check_memory, check_port)]
+        yield from examine_running(running, config)
     for check in checks:
         each = [msgspec.structs.replace(config, model=model) for model in config.served]
         for one in each if check in (check_model, check_dialect) else [config]:
@@ -326,11 +325,17 @@ def check_port(config: Config) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
-            hint = (
-                "Is a server running already? Another port: --port N" if taken else "An address of this machine: --host ADDRESS"
-            )
+            hint = _taken_by(config) if taken else "An address of this machine: --host ADDRESS"
             return Finding("address", "fail", f"{host}:{port} cannot be taken: {error.strerror}", hint)
     return Finding("address", "ok", f"{host}:{port} is free")
+
+
+def _taken_by(config: Config) -> str:
+    from agentserve.cli.running import find_running
+
+    if find_running(config) is None:
+        return "By something that is no server of this kind. Another port: --port N"
+    return "By another server, which does not take the token of these settings: --state-dir DIR of its own, or --port N"
 
 
 def check_database(config: Config) -> Finding:
