@@ -7,7 +7,6 @@ value is bare text or JSON.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from agentserve.constraints.lark import LarkWriter
 from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Dialect, Markers, Piece, Spell
-from agentserve.dialects.parameters import ParameterTags, parameter_rules
+from agentserve.dialects.parameters import ParameterTags, parameter_rules, value_text
 from agentserve.dialects.tagged import TaggedCalls, Tags
 from agentserve.protocol.items import Tool
 
@@ -35,9 +34,8 @@ class DeepSeekDsml(Dialect):
     def write_call(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> list[Piece]:
         pieces = [Piece(f'<{_D}invoke name="{name}">\n', True)]
         for key, value in arguments.items():
-            string = isinstance(value, str)
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces += [Piece(_opening(key, string), True), Piece(text), Piece(f"</{_D}parameter>\n", True)]
+            pieces += [Piece(_opening(key, isinstance(value, str)), True), Piece(value_text(value))]
+            pieces.append(Piece(f"</{_D}parameter>\n", True))
         return [*pieces, Piece(f"</{_D}invoke>", True)]
 
     def call_parser(self, tools: Sequence[Tool], spell: Spell) -> CallParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from agentserve.constraints.lark import LarkWriter
 from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Dialect, Markers, Piece, Spell
-from agentserve.dialects.parameters import ParameterTags, parameter_rules
+from agentserve.dialects.parameters import ParameterTags, parameter_rules, value_text
 from agentserve.dialects.tagged import TaggedCalls, Tags
 from agentserve.protocol.items import Tool
 
@@ -26,8 +25,7 @@ class Glm(Dialect):
     def write_call(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> list[Piece]:
         pieces = [Piece(f"{name}\n")]
         for key, value in arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces += [Piece(_KEY, True), Piece(key), Piece(f"{_END_KEY}\n{_VALUE}", True), Piece(text)]
+            pieces += [Piece(_KEY, True), Piece(key), Piece(f"{_END_KEY}\n{_VALUE}", True), Piece(value_text(value))]
             pieces.append(Piece(f"{_END_VALUE}\n", True))
         return pieces
 

@@ -5,14 +5,13 @@ Only the outer tags are tokens; a block may hold several invocations.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, literal
 from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Dialect, Markers, Piece, Spell
-from agentserve.dialects.parameters import ParameterTags, parameter_rules
+from agentserve.dialects.parameters import ParameterTags, parameter_rules, value_text
 from agentserve.dialects.tagged import TaggedCalls, Tags
 from agentserve.protocol.items import Tool
 
@@ -36,8 +35,7 @@ class MiniMax(Dialect):
     def write_call(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> list[Piece]:
         pieces = [Piece(f'<invoke name="{name}">\n')]
         for key, value in arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces.append(Piece(f'<parameter name="{key}">{text}</parameter>\n'))
+            pieces.append(Piece(f'<parameter name="{key}">{value_text(value)}</parameter>\n'))
         return [*pieces, Piece("</invoke>")]
 
     def call_parser(self, tools: Sequence[Tool], spell: Spell) -> CallParser:

@@ -1,4 +1,4 @@
-"""Grammar of arguments that stand in tags, one tag for each: strings as bare text, everything else as JSON.
+"""Arguments in tags, one tag for each: strings as bare text, everything else as JSON. A value's text, and the grammar.
 
 A bare text has no end but its closing tag, so it may not contain that; and what a schema says of a string must be said as a
 regular expression.
@@ -7,6 +7,7 @@ regular expression.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +33,11 @@ class ParameterTags:
     closing: str
     core: str
     tells: bool = False
+
+
+def value_text(value: Any) -> str:
+    """What stands between the tags."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 _NAME = "\x00"

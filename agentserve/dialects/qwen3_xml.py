@@ -5,14 +5,13 @@ Only the outer tag is a token. Values are bare text, so their types come from th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, literal
 from agentserve.constraints.output import Schema
 from agentserve.dialects.base import CallParser, Dialect, Piece, Spell
-from agentserve.dialects.parameters import ParameterTags, parameter_rules
+from agentserve.dialects.parameters import ParameterTags, parameter_rules, value_text
 from agentserve.dialects.tagged import TaggedCalls, Tags
 from agentserve.protocol.items import Tool
 
@@ -33,8 +32,7 @@ class Qwen3Xml(Dialect):
     def write_call(self, name: str, arguments: Mapping[str, Any], index: int = 0) -> list[Piece]:
         pieces = [Piece(f"\n<function={name}>\n")]
         for key, value in arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            pieces.append(Piece(f"<parameter={key}>\n{text}\n</parameter>\n"))
+            pieces.append(Piece(f"<parameter={key}>\n{value_text(value)}\n</parameter>\n"))
         return [*pieces, Piece("</function>\n")]
 
     def call_parser(self, tools: Sequence[Tool], spell: Spell) -> CallParser:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from engine.kernels import triton as ops
+from engine.moe.device_state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,34 +187,8 @@ def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
     yield Case(f"delta {name}", run, size(x, y, states, states), flops)
 
 
-@dataclass(slots=True)
-class Slots:
-    """As much of a slot cache's state as admission asks for: empty, in every policy's shape."""
-
-    layers: int
-    experts: int
-    slot_for_id: torch.Tensor
-    id_of_slot: torch.Tensor
-    last_use: torch.Tensor
-    heat: torch.Tensor
-    residents: torch.Tensor
-    step: torch.Tensor
-    totals: torch.Tensor
-    round_ids: torch.Tensor
-    round_left: torch.Tensor
-    pinned_ids: int
-    policy: str
-    floor: int
-
-
-def _slots(g: Geometry, make: Maker, policy: str) -> Slots:
-    def fill(value: int, n: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.full((n,), value, dtype=dtype, device=make.device)
-
-    ids, long = g.layers * g.experts, torch.int64
-    slots = (fill(-1, ids), fill(-1, g.slots), fill(0, g.slots, long), fill(0, g.slots), fill(0, g.layers))
-    counters = (fill(0, 1, long), fill(0, 4, long), fill(-1, g.experts), fill(0, 1))
-    return Slots(g.layers, g.experts, *slots, *counters, ids, policy, g.slots // g.layers // 2)
+def _slots(g: Geometry, make: Maker, policy: str) -> SlotState:
+    return SlotState.empty(g.layers, g.experts, g.slots, policy, torch.device(make.device))
 
 
 def _routes(g: Geometry, make: Maker, tokens: int) -> torch.Tensor:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 # Kernel bodies are Triton's language, which only looks like Python to a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from engine.errors import ShapeMismatch
 from engine.kernels.triton import config
 from engine.kernels.triton.base import launch, workspace
 from engine.kernels.triton.group import count_blocks, sum_blocks
+from engine.moe.device_state import SlotState
 
 _POLICIES = {"lru": 0, "lru_floor": 1, "frequency": 2}
 _MOST_EXPERTS, _MOST_SLOTS = 1024, 32768
@@ -26,31 +25,6 @@ _ADMIT_PAIRS = 16
 
 _NEVER = tl.constexpr(2**62)
 _ABSENT = tl.constexpr(2**30)
-
-
-class SlotState(Protocol):
-    """The slot cache's maps as tensors on one device.
-
-    slot_for_id: int32 [layers · experts], −1 = none. id_of_slot: int32 [slots], −1 = free, −2 = lent to a ring. last_use: int64
-    [slots]. heat: int32 [slots]. residents: int32 [layers]. step: int64 [1]. totals: int64 [4], fetches, CPU experts, hits,
-    misses. round_ids: int32 [experts], round_left: int32 [1]: what waits for a later round of `union`. Flat ids from
-    pinned_ids on are never fetched. policy, floor: as in moe/slots.py.
-    """
-
-    layers: int
-    experts: int
-    slot_for_id: torch.Tensor
-    id_of_slot: torch.Tensor
-    last_use: torch.Tensor
-    heat: torch.Tensor
-    residents: torch.Tensor
-    step: torch.Tensor
-    totals: torch.Tensor
-    round_ids: torch.Tensor
-    round_left: torch.Tensor
-    pinned_ids: int
-    policy: str
-    floor: int
 
 
 @triton.jit
