@@ -54,7 +54,7 @@ class DecodeStep:
     """Records a model's step for `rows` sequences. See layers/step.py for the contract.
 
     Values between operations: norm gives a tensor, a mixer's result waits as the `delta` of the next norm. `ops`: a set of
-    kernels (kernels/plain.py). experts: None for a model without any.
+    kernels (kernels/plain/). experts: None for a model without any.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ OPERATIONS = (
     *("prefill_attention", "conv", "delta", "route", "admit", "fetch", "slot_experts", "publish", "wait_reply", "merge"),
     *("union", "group", "grouped_experts", "stamp"),
 )
-"""What a set of kernels must have; kernels/plain.py says what each does."""
+"""What a set of kernels must have; kernels/plain/ says what each does."""
 Progress = Callable[[float, str], None]
 
 

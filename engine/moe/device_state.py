@@ -1,7 +1,7 @@
 """The slot cache's maps where kernels read them. The same integers as slots.SlotMap, as tensors on the device.
 
 Kernels change them (admission), and so does the host between steps (ring, resize) through `pull` and `write_back`. The maps
-are exact inverses whenever a kernel can read them: see kernels/plain.admit for the order in which owners and bytes change.
+are exact inverses whenever a kernel can read them: kernels/plain/admission.py says in which order owners and bytes change.
 """
 
 from __future__ import annotations
