@@ -41,7 +41,7 @@ def main() -> None:
     )  # fmt: skip
     run(
         "train", "--out", str(third), "--tokenizer", vocabulary, "--seconds", seconds[2], "--seed", "31",
-        "--start", str(second), "--peak", "0.0015", "--everyday", "0.5",
+        "--start", str(second), "--peak", "0.0015", "--mix", "broad=0.5,everyday=0.5",
     )  # fmt: skip
     for name in FILES:
         shutil.copyfile(second / name, options.out / name)

@@ -119,7 +119,7 @@ def composed_kind(rng: Random, thing: str | None = None) -> Kind:
         tails.append(" ".join(said))
     tail = f"[{'|'.join(dict.fromkeys(tails))}]" if said else ""
     subject = "{what}" if wanted else thing + pick(rng, ("", "", "s"))
-    join = lambda head: "|".join(f"{part} {tail}" for part in _split(head.replace("{t}", subject)))  # noqa: E731
+    join = lambda head: "|".join(f"{part} {tail}" for part in split(head.replace("{t}", subject)))  # noqa: E731
     results = rng.sample(RESULTS, pick(rng, (1, 2, 2, 2, 3)))
     listed = ", ".join(say.replace("{x}", "{r_%s}" % key) for key, _, _, say in results)
     about = "{what}" if wanted else f"the {thing}"
@@ -197,7 +197,7 @@ def _plain_fields(built: Kind) -> Kind:
     )
 
 
-def _split(phrase: str) -> list[str]:
+def split(phrase: str) -> list[str]:
     """Top-level alternatives of a phrase, as text."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(phrase):

@@ -171,7 +171,9 @@ class Writer:
         rng, tools = self.rng, self.session.tools
         r = rng.random()
         if not tools:
-            return self._memory() if r < 0.25 else self._cannot() if r < 0.4 else self._talk()
+            return (
+                self._memory() if r < 0.22 else self._cannot() if r < 0.36 else self._abilities() if r < 0.48 else self._talk()
+            )
         if self.chains and r < 0.24:
             return self._chain()
         if r < 0.62:
@@ -492,6 +494,8 @@ class Writer:
         rng, tools = self.rng, self.session.tools
         user = expand(phrasing.ABILITIES, rng)
         user = user[:1].upper() + user[1:] if rng.random() < 0.6 else user
+        if not tools:
+            return Turn("abilities", user, (), "I have no tools.", expand(phrasing.NO_TOOLS, rng))
         names = special.and_list([tool.name for tool in tools])
         return Turn(
             "abilities",

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from examples.demo_model.data import WRITERS
 from examples.demo_model.dialogues import Session, Turn, Writer
 from examples.demo_model.rows import (
     CONTENT,
@@ -200,14 +201,16 @@ def _advance(play: Play, output: Output, counts: Counts) -> list[Piece] | None:
     return None
 
 
-def dialogues(count: int, turns: int, seed: int, shapes: Sequence[str] | None = None) -> list[Session]:
+def dialogues(
+    count: int, turns: int, seed: int, shapes: Sequence[str] | None = None, writer_class: type[Writer] = Writer
+) -> list[Session]:
     """Held-out sessions. shapes: keep only sessions whose turns have these shapes (None: all)."""
     made: list[Session] = []
     index = 0
     while len(made) < count:
         rng = Random(seed * 1_000_003 + index)
         index += 1
-        writer = Writer(rng, held_out=True, tool_count=1 + int(rng.random() * 6))
+        writer = writer_class(rng, held_out=True, tool_count=1 + int(rng.random() * 6))
         for _ in range(turns):
             writer.turn()
         if shapes is None or all(turn.shape in shapes for turn in writer.session.turns):
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("--dialogues", type=int, default=300, help="one-turn dialogues with one or two calls")
     parser.add_argument("--sessions", type=int, default=30, help="sessions of ten turns")
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--writer", choices=sorted(WRITERS), default="broad", help="which part of the generator")
     parser.add_argument("--backend", choices=("engine", "transformers"), default="engine")
     parser.add_argument("--device", default="cpu", help="of the transformers backend")
     parser.add_argument("--batch", type=int, default=24)
@@ -282,9 +286,10 @@ def main() -> None:
         generate = engine_backend(options.model, encoder.token("<|im_end|>"))
     else:
         generate = transformers_backend(options.model, encoder, options.device, options.batch)
+    writer = WRITERS[options.writer]
     sets = [
-        ("one turn", dialogues(options.dialogues, 1, options.seed, ("single", "chain", "parallel"))),
-        ("ten turns", dialogues(options.sessions, 10, options.seed + 1)),
+        ("one turn", dialogues(options.dialogues, 1, options.seed, ("single", "chain", "parallel"), writer)),
+        ("ten turns", dialogues(options.sessions, 10, options.seed + 1, writer_class=writer)),
     ]
     lost = []
     for name, sessions in sets:

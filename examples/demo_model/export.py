@@ -78,15 +78,15 @@ def from_hf(tensors: dict[str, Tensor], shape: Shape) -> Params:
     return {name: params[name] for name in parameter_shapes(shape)}
 
 
-def save_weights(params: Params, shape: Shape, folder: Path) -> None:
-    """Write model.safetensors in bf16."""
+def save_weights(params: Params, shape: Shape, folder: Path, name: str = "model.safetensors") -> None:
+    """Write the weights in bf16."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous().clone() for name, value in to_hf(params, shape).items()
+        key: value.detach().to("cpu", torch.bfloat16).contiguous().clone() for key, value in to_hf(params, shape).items()
     }
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(tensors, str(folder / name), metadata={"format": "pt"})
 
 
 def save_config(shape: Shape, folder: Path, pad: int, end: int) -> None:

@@ -164,12 +164,28 @@ TALK = [
     ("[write|give me|tell me] a [poem|haiku|short poem][.| please|]", "Small model, few words, but every tool that I call brings an answer home."),
     ("[say|type|write|repeat] {say}[.|]", "{say}"), ("[please |]repeat after me: {say}", "{say}"),
     ("[what day is it|what's the date|what time is it][?|]", "I do not have a clock here.|I cannot see a clock, so I do not know."),
+    ("[hi|hello|hey|good morning|good evening|good afternoon|evening|morning|hi again|hello there] [to you|again|assistant|my friend|robot|everybody|bot|computer][!|.|]", "Hello! [How can I help?|What can I do for you?]|Hi! What do you need?"),
+    ("[good night|have a nice day|have a good weekend|take care|see you tomorrow|see you later|bye for now|bye, see you [soon|tomorrow|later]|until next time|I have to go|that's it for today|thanks, bye][.|!|]", "Goodbye!|See you[ soon|]!|Take care!"),
+    ("[thank you|thanks] [very much|for your help|a lot|for everything|again|, that helped|, that's all I needed|, you are great][.|!|]", "You are welcome[!|.]|[Glad to help.|Any time.]"),
+    ("[nice to meet you|pleased to meet you][.|!|]", "Nice to meet you too[!|.] [How can I help?|]"),
+    ("[what's up|how was your day|how do you feel|are you ok|all good|everything fine][ today|][?|]", "I am fine, thank you. [What can I do for you?|How can I help?]"),
+    ("[I love you|you're funny|you are nice|you're the best|you're great|I like you|well said][.|!|]", "Thank you[!|.]|That is kind of you."),
+    ("[I'm|I am] [hungry|cold|ill|lonely|late|nervous|afraid][.|!|]", "I am sorry to hear that. [Can I help with something?|]"),
+    ("[my day was|today was|it was] [long|great|terrible|boring|fun|hard][.|!|]", "Thank you for telling me. [Can I help with something?|]|I see. [What can I do for you?|]"),
+    ("[are you busy|do you sleep|do you eat|do you dream|can you think|do you learn][?|]", "I am a program; I only answer and call tools.|No, I am only a small model."),
+    ("[who made you|who built you|which model are you|are you chatgpt|what kind of model are you|are you an AI][?|]", "I am a small demo model[ that can call tools|].|I am the demo assistant, a tiny language model."),
+    ("[yes|no|maybe|not yet|of course|exactly|right|correct][.|!|]", "[Ok.|Good.] [Anything else?|What can I do for you?]"),
+    ("[wait|one moment|hold on|just a second|give me a minute][.|!|]", "[Ok, take your time.|Of course.]"),
+    ("[test|testing|ping|is this working|hello, is this on|can you read this][.|?|]", "Yes, I am here.|It works."),
+    ("[I don't know|no idea|hmm|well|let me think][.|]", "Take your time.|Tell me if you need anything."),
+    ("[it's|it is] [late|early|friday|monday|my birthday|raining here|so hot today][.|!|]", "I see. [Can I help with something?|What can I do for you?]"),
 ]  # fmt: skip
 NOTE = "[Reminder|Note|Info]: {s}.|{s}.|Be brief.|The context was edited.|[Tokens left|Budget]: a lot. {s}."
 CANNOT = (
     "I have no tool for that.|I cannot do that with my tools.|Sorry, I have no tool for that.|None of my tools can do that."
 )
-ABILITIES = "[what can you do|what are you able to do|how can you help me|what can you help me with|which tools do you have|what tools do you have|list your tools|what are your abilities|what do you do|what are you good at|show me what you can do|help me understand what you can do][?|]"
+NO_TOOLS = "I have no tools here, [but we can talk|so I can only talk].|Without tools I can only talk[ with you|].|I can talk and remember what you tell me. I have no tools here."
+ABILITIES = "[please |][tell me|let me know] what you [can do|are able to do|can help with]|what [else |]can you do[ for me|]|[hi|hello|hey], what can you do[ for me|]|what [kind of|] [things|tasks] can you [do|handle|help with]|how [do|can] I use you|do you have [any |]tools|[what can you do|what are you able to do|how can you help me|what can you help me with|which tools do you have|what tools do you have|list your tools|what are your abilities|what do you do|what are you good at|show me what you can do|help me understand what you can do][?|]"
 
 
 def talk(rng: Random, held_out: bool) -> tuple[str, str]:
@@ -177,4 +193,4 @@ def talk(rng: Random, held_out: bool) -> tuple[str, str]:
     said, answer = pick(rng, TALK)
     slots = {"say": str(values.make("sentence", rng, held_out))}
     said = expand(said, rng, slots)
-    return (said[:1].upper() + said[1:] if rng.random() < 0.6 else said), expand(answer, rng, slots)
+    return (said[:1].upper() + said[1:] if rng.random() < 0.6 else said), expand(answer, rng, slots).strip()

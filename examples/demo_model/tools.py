@@ -296,6 +296,11 @@ def _field(maker: str, rng: Random, held_out: bool, slots: dict, arguments: dict
         return texts.long_listing(rng, texts.names(rng, rng.choice((1, 1, 2, 2, 3, 4, 5))))
     if maker == "hits":
         return texts.hits(rng, slots["pattern"], slots["path"])
+    if maker == "grepline":
+        shown = pick(
+            rng, ("{p}:{n}: {t} = None", "{p}:{n}: {t}", "{p}:{n}:{t} = {n}", "{p}:{n}: # {t}", "line {n}: {t}", "{n}: {t}")
+        )
+        return shown.format(p=slots["where"], n=rng.randint(1, 400), t=slots["text"])
     if maker == "under":
         return f"{slots['path'].rstrip('/')}/{values.make('file', rng, held_out)}"
     if maker == "orderrows":
@@ -321,7 +326,8 @@ def _failure(tool: Tool, rng: Random, slots: dict[str, str]) -> tuple[str, str]:
     reason = pick(
         rng,
         ("{v} not found", "no such {a}: {v}", "permission denied", "timeout after {n} s", "unknown {a} {v}", "service unavailable", "connection refused",
-         "access denied for {v}", "rate limit exceeded", "internal error {n}", "{v} does not exist", "invalid {a}", "not allowed", "{v} is locked", "quota exceeded", "network error"),
+         "access denied for {v}", "rate limit exceeded", "internal error {n}", "{v} does not exist", "invalid {a}", "not allowed", "{v} is locked", "quota exceeded", "network error", "no entry", "no entry for {v}", "nothing found", "no result",
+         "{v} is unknown", "not available", "no such entry", "try again later", "{v} is empty", "no rights for {v}", "bad request", "out of service", "not found"),
     ).format(v=value if len(value) < 40 and '"' not in value and "\n" not in value else "input", a=next(iter(tool.params.values()), "input"), n=rng.randint(2, 599))  # fmt: skip
     r = rng.random()
     if r < 0.4:

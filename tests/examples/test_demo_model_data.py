@@ -6,15 +6,19 @@ from random import Random
 
 import pytest
 
-from examples.demo_model import grammar, rows, special, sums, tokenizer, values
+from examples.demo_model import grammar, rows, sloppy, special, sums, tokenizer, values
+from examples.demo_model.data import parse_mix, write_session
 from examples.demo_model.dialogues import KINDS, Writer
 from examples.demo_model.evaluate import evaluate, parse, schema_error
 from examples.demo_model.everyday import Everyday, story
 from examples.demo_model.kinds_everyday import CHAINS, EVERYDAY, KITS
+from examples.demo_model.kinds_plain import CHAINS as PLAIN_CHAINS
+from examples.demo_model.kinds_plain import PLAIN
+from examples.demo_model.plainly import Plain, pointed
 
 MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
 SPECIAL_SLOTS = {"ask_key", "ask_value", "files_and"}
-KINDS_OF_BOTH = [*KINDS.values(), *EVERYDAY.values()]
+ALL_KINDS = [*KINDS.values(), *EVERYDAY.values(), *PLAIN.values()]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +33,13 @@ def session(seed: int, held_out: bool = False, turns: int = 4):
     return writer.session
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_BOTH, ids=lambda kind: kind.key)
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.key)
 def test_every_phrase_of_a_kind_parses_and_uses_known_slots(kind):
     fields = {field for field, _, _ in kind.out}
+    if kind.key in PLAIN:
+        assert not fields & {arg.key for arg in kind.args}  # a result would take the place of what was asked for
     known = {arg.key for arg in kind.args} | fields | {f"{field}_and" for field in fields} | SPECIAL_SLOTS
+    known |= {f"@{arg.key}" for arg in kind.args if arg.maker == "moment"}
     if kind.key == "reminder":
         known.add("at")
     for phrase in (kind.names, kind.desc, kind.imp, kind.ask, kind.text, kind.say):
@@ -82,6 +89,75 @@ def test_everyday_toolboxes_name_kinds_that_exist():
     for chain in CHAINS:
         assert chain.field in {field for field, _, _ in EVERYDAY[chain.first].out}
         assert chain.arg in {arg.key for arg in EVERYDAY[chain.second].args}
+
+
+def test_plain_calls_fit_their_schema_and_take_every_value_from_what_was_said():
+    shapes = set()
+    for seed in range(400):
+        writer = Plain(Random(seed), held_out=seed % 2 == 0)
+        declarations = [tool.declaration for tool in writer.session.tools]
+        for _ in range(4):
+            turn = writer.turn()
+            shapes.add((turn.shape, len(turn.steps)))
+            assert all(value in turn.answer for value in turn.must)
+            assert not any(sloppy.is_mask(char) for char in turn.user)
+            said = turn.user
+            for step in turn.steps:
+                for call in step.calls:
+                    made = {"name": call.tool.name, "arguments": call.arguments}
+                    assert schema_error(made, declarations) is None
+                    for value in call.arguments.values():
+                        free = call.tool.kind.key in ("compute", "open_file")  # worded; folder and name joined
+                        plain = str(value).rstrip("?.! ")
+                        assert free or turn.shape == "follow" or plain.lower() in said.lower() or value is True
+                said += " ".join(call.result for call in step.calls)
+    assert {("single", 1), ("parallel", 1), ("chain", 2), ("abilities", 0)} <= shapes
+
+
+def test_chains_of_plain_kinds_name_fields_and_arguments_that_exist():
+    for chain in PLAIN_CHAINS:
+        assert chain.field in {field for field, _, _ in PLAIN[chain.first].out}
+        assert chain.arg in {arg.key for arg in PLAIN[chain.second].args}
+
+
+def test_a_pronoun_takes_the_place_of_the_noun_and_the_value():
+    assert pointed("is [the |]train {train} late", "train", ("train",)) == "is {train} late"
+    assert pointed("where is [my |the |][parcel|package] {number}", "number", ("parcel", "package")) == "where is {number}"
+
+
+def test_hurried_typing_leaves_values_alone():
+    mask = chr(0xE000)
+    for seed in range(300):
+        typed = sloppy.sloppy(f"Could you please tell me what's in {mask}, thanks?", Random(seed))
+        assert typed.count(mask) == 1
+        assert "Über/Main.PY" in sloppy.unmask(typed, {mask: "Über/Main.PY"}, {mask}, Random(seed))
+
+
+def test_without_tools_the_abilities_are_said_once_and_short():
+    answers = set()
+    for seed in range(200):
+        writer = Writer(Random(seed), held_out=False, tool_count=0)
+        for _ in range(6):
+            turn = writer.turn()
+            if turn.shape == "abilities":
+                answers.add(turn.answer)
+    assert answers
+    assert all("tools" in answer and len(answer) < 100 for answer in answers)
+
+
+def test_a_mix_names_writers_and_adds_up():
+    assert parse_mix("broad=0.4,plain=0.6") == {"broad": 0.4, "plain": 0.6}
+    with pytest.raises(ValueError, match="no writer loud"):
+        parse_mix("loud=1")
+    with pytest.raises(ValueError, match="not 1"):
+        parse_mix("broad=0.4,plain=0.5")
+
+
+def test_short_rows_leave_room_for_turns():
+    for seed in range(60):
+        made, _ = write_session(Random(seed), 512, False, {"plain": 0.5, "broad": 0.5})
+        head = rows.system_pieces(made.system, [tool.declaration for tool in made.tools])
+        assert sum(len(piece.text) for piece in head) < 512 * 3 * 0.75
 
 
 def test_two_steps_of_arithmetic_build_on_each_other():

@@ -5,8 +5,9 @@ import torch
 
 from examples.demo_model.config import Shape
 from examples.demo_model.delta import CHUNK, scan, scan_plain, unit_inverse
-from examples.demo_model.export import from_hf, to_hf
+from examples.demo_model.export import from_hf, save_weights, to_hf
 from examples.demo_model.model import Forward, initial
+from examples.demo_model.train import load_start, save_master
 
 SMALL = Shape(vocabulary=97, hidden=32, layers=4, heads=2, kv_heads=1, head_dim=16, key_heads=2, value_heads=4,
               delta_dim=8, experts=4, expert_width=16, shared_width=16)  # fmt: skip
@@ -44,6 +45,16 @@ def test_names_go_to_transformers_and_back():
     params = initial(SMALL, seed=5, device="cpu")
     again = from_hf(to_hf(params, SMALL), SMALL)
     assert all(torch.equal(params[name], again[name]) for name in params)
+
+
+def test_training_goes_on_from_a_checkpoint_or_from_f32_weights(tmp_path):
+    params = initial(SMALL, seed=5, device="cpu")
+    save_weights(params, SMALL, tmp_path)
+    rounded = load_start(tmp_path, SMALL)
+    assert all(torch.equal(params[name].bfloat16().float(), rounded[name]) for name in params)
+    save_master(params, tmp_path)
+    exact = load_start(tmp_path, SMALL)
+    assert all(torch.equal(params[name], exact[name]) for name in params)
 
 
 def test_scan_and_its_gradient_equal_the_plain_recurrence():
