@@ -62,7 +62,7 @@ NOTHING = (
 BY_NAME = "list {f} and [then |]read {n}|see what's in {f}, then [open|read|show me] {n}|look [into|in] {f} and show me what's in {n}|check whether {f} has {n} and [read|open] it|list the files in {f}, then open {n}"
 BY_END = "[read|open|show me] the [.{e}|{e}] file in {f}|find the [.{e}|{e}] file in {f} and [show me its contents|read it|open it]|look in {f}, there is [a|one] .{e} file; [what does it say|read it]|list {f} and read the .{e} file|what does the .{e} file in {f} say"
 BY_STEM = "list {f} and read the [file|one] about {s}|find the {s} file in {f} and [read|open] it|there is a file about {s} in {f}, what does it say|[which|what] file in {f} is about {s}? [Open|Read] it|[look|see] what's in {f} and show me the {s} file|open the {s} file [from|in] {f}"
-ONLY = "there is [one|a single] file in {f}, [read|show|open] it|list {f} and [read|open] the [only|first] file [there|you find|in it]|what does the [only |]file in {f} say|read the [only |]file in {f}|find out what's in {f} and read [me |]that file"
+ONLY = "[list|look in|look into|check|go to] [the folder |the directory |]{f} and [then |][open|read|show me] [the file that is in it|whatever is there|the file there|the one file in it|the file you find]|list [the folder |]{f}, then [open|read] [the file|the file in it|that file]|[open|read] whatever is in [the folder |]{f}|there is [one|a single] file in {f}, [read|show|open] it|list {f} and [read|open] the [only|first] file [there|you find|in it]|what does the [only |]file in {f} say|read the [only |]file in {f}|find out what's in {f} and read [me |]that file"
 
 
 def story(text: str, rng: Random, imperative: bool, open_end: bool = False) -> str:

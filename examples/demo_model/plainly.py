@@ -111,6 +111,10 @@ class Plain(Everyday):
             if kind.key in PLAIN and not key.startswith("+"):
                 masked["@" + key] = sloppy.preposition(value) + masked[key]
         text = expand(phrase, rng, masked)
+        if wrap and not lead and imp and ask and kind.key not in FREE and rng.random() < 0.04:  # said twice, in two ways
+            other = expand(ask if imperative else imp, rng, masked)
+            first, second = (other, text) if imperative else (text, other)
+            text, imperative = f"{first}? {second[:1].upper()}{second[1:]}", False
         for key, words in slots.items():
             if key.startswith("+"):  # its value is inside and was not masked
                 text = text.rstrip("?.! ") + ("" if words.startswith(",") else " ") + masked[key]
