@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [STAGE ...] [--dir DIR] [--out DIR] [--limit-s 540] [--resident 25 84] [--variants random]
     python -m benchmarks.gpu --tiny            # everything at toy size; without a GPU too
 
-STAGE: checkpoint, calibrate, decode, suffix, alternate, interleave, restore, save, resize, table; profile only by name.
+STAGE: checkpoint, calibrate, decode, suffix, alternate, interleave, restore, save, resize, table; profile only when named.
 `docs/gpu.md` says what each shows. A run that is stopped, or out of time, goes on with the same command: what is done stays in
 DIR/results.jsonl. Exit status 3: there is more to do; 1: a stage failed, and the others were run.
 """

@@ -6,6 +6,10 @@ than without it.
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +34,45 @@ def profile(context: Context) -> None:
         player.until(answer, len(answer.tokens) + 8)
         name = f"{context.variant}, {context.share}%: decode, {arm}"
         _show(name, _STEPS, lambda: player.until(answer, len(answer.tokens) + _STEPS))
+    _host(context, lambda: player.until(answer, len(answer.tokens) + 200))
     player.stop()
+    for arm in ("resident",) if pool.resident else ("hybrid", "hybrid, no overlap"):
+        context.running.arms.use(arm)
+        _empty(context, arm)
     context.running.arms.use("auto")
     for tokens in context.plan.suffixes[2:]:
         player.run(words.take(tokens), 1)
         _show(f"{context.variant}, {context.share}%: prompt of {tokens}", 1, lambda n=tokens: player.run(words.take(n), 1))
+
+
+def _host(context: Context, work: Callable[[], Any]) -> None:
+    """Which Python takes how long beside waiting for the device."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    out = io.StringIO()
+    pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(32)
+    print(f"\n{context.variant}, {context.share}%: 200 decode steps on the host")
+    print("\n".join(line[:120] for line in out.getvalue().splitlines() if line.strip()))
+
+
+def _empty(context: Context, arm: str) -> None:
+    """A step on no sequence: what the graph itself takes, launch and gaps, without any work to speak of."""
+    model: Any = context.running.engine.model
+    graph, _ = model._graph(1)
+    took, asked = [], []
+    for _ in range(50):
+        model._tables.fill(torch.zeros(0, dtype=torch.int64), ())
+        model.device.synchronize()
+        began = time.perf_counter()
+        graph.replay()
+        asked.append(time.perf_counter() - began)
+        model.device.synchronize()
+        took.append(time.perf_counter() - began)
+    middle = len(took) // 2
+    print(
+        f"\n{context.variant}, {context.share}%: a step on nothing, {arm}: {1e6 * sorted(took)[middle]:.0f} µs, "
+        f"of which asking {1e6 * sorted(asked)[middle]:.0f} µs"
+    )
 
 
 def _show(name: str, steps: int, work: Callable[[], Any]) -> None:

@@ -11,6 +11,9 @@ Link and CPU read the same memory, so where both work their rates are those meas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
 
 NS_PER_US = 1000
 
@@ -69,13 +72,19 @@ def layer_ns(rates: Rates, record_bytes: int, hits: int, misses: int, fetched: i
 def decode_table(rates: Rates, record_bytes: int, most: int, active: int) -> tuple[int, ...]:
     """q*: of m misses, how many to fetch, for m = 0 … most. active: experts of a layer in a step; where two are equally fast
     the larger one, since what is fetched may be hit later."""
-    table = []
-    for m in range(most + 1):
-        hits = max(0, active - m)
-        table.append(min(range(m, -1, -1), key=lambda q: layer_ns(rates, record_bytes, hits, m, q)))
-    return tuple(table)
+    # layer_ns for every m and q at once: a prefill of many experts asks for tens of thousands.
+    q, m = np.arange(most + 1, dtype=np.int64)[None, :], np.arange(most + 1, dtype=np.int64)[:, None]
+    on_cpu, read = m - q, _ns(record_bytes, rates.hbm_mbs)
+    arrival = np.where(on_cpu > 0, _ns(record_bytes, rates.both_link_mbs), _ns(record_bytes, rates.link_mbs)) + read
+    computation = np.where(q > 0, _ns(record_bytes, rates.both_cpu_mbs), _ns(record_bytes, rates.cpu_mbs))
+    arriving = np.where(q > 0, q * arrival + rates.copy_ns, 0)
+    computing = np.where(on_cpu > 0, on_cpu * computation + rates.handoff_ns, 0)
+    cost = np.maximum(np.maximum(arriving, computing), np.maximum(0, active - m) * read)
+    cost[on_cpu < 0] = np.iinfo(np.int64).max
+    return tuple(int(best) for best in most - np.argmin(cost[:, ::-1], axis=1))
 
 
+@lru_cache(maxsize=256)
 def union_table(rates: Rates, record_bytes: int, most: int, tokens: int, top_k: int, experts: int) -> tuple[int, ...]:
     """The same for a prefill batch of `tokens`, whose experts have several tokens each: those with the fewest go to the CPU,
     where each takes as long as reading it or as computing its tokens, whichever is longer."""
@@ -86,7 +95,9 @@ def union_table(rates: Rates, record_bytes: int, most: int, tokens: int, top_k: 
         cpu_mbs=_by_tokens(rates.cpu_mbs, each, rates.cpu_tokens),
         both_cpu_mbs=_by_tokens(rates.both_cpu_mbs, each, rates.cpu_tokens),
     )
-    return decode_table(slow, record_bytes, most, used)
+    reach = min(most, tokens * top_k)
+    table = decode_table(slow, record_bytes, reach, used)
+    return table + table[-1:] * (most - reach)
 
 
 def _by_tokens(mbs: int, tokens: int, cpu_tokens: int) -> int:
@@ -158,10 +169,15 @@ def streams(plans: list[LayerPlan]) -> bool:
     return sum(ns for ns in times if ns is not None) < sum(plan.union_ns for plan in plans)
 
 
+RING_PART = 48
+"""Experts that are copied at a time. Every slot of the ring is one resident fewer, which must be streamed then: no more than
+keep the link busy while a layer's mixer computes (5 ms for experts of 6 MB at 55 GB/s)."""
+
+
 def ring_slots(slots: int, layers: int, experts: int, missing: int) -> int:
     """Slots that a streamed pass borrows: room for two parts of a layer's missing experts, but never more than half of the
     pool, whose other half keeps what decoding needs."""
-    return max(0, min(2 * max(1, missing), slots // 2, slots - layers))
+    return max(0, min(2 * max(1, missing), 2 * RING_PART, slots // 2, slots - layers))
 
 
 def keepers(counts: list[int], streamed: list[int], top: int) -> list[int]:
