@@ -58,7 +58,7 @@ def _host(context: Context, work: Callable[[], Any]) -> None:
 def _empty(context: Context, arm: str) -> None:
     """A step on no sequence: what the graph itself takes, launch and gaps, without any work to speak of."""
     model: Any = context.running.engine.model
-    graph, _ = model._graph(1)
+    graph, _ = model._graph(1, not context.running.pool.resident)
     took, asked = [], []
     for _ in range(50):
         model._tables.fill(torch.zeros(0, dtype=torch.int64), ())

@@ -54,7 +54,8 @@ class DecodeStep:
     """Records a model's step for `rows` sequences. See layers/step.py for the contract.
 
     Values between operations: norm gives a tensor, a mixer's result waits as the `delta` of the next norm. `ops`: a set of
-    kernels (kernels/plain/). experts: None for a model without any.
+    kernels (kernels/plain/). experts: None for a model without any. fetching: False for steps whose table fetches nothing; they
+    have no side lane.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class DecodeStep:
         kv: KvPools,
         states: RecurrentPools,
         rope: RopeTable,
+        fetching: bool = True,
     ) -> None:
         self.tape = Tape()
         self.rows = rows
         self._spec, self._ops, self._tables, self._buffers = spec, ops, tables, buffers
         self._experts, self._kv, self._states, self._rope = experts, kv, states, rope
+        self._fetching = fetching
         self._delta: torch.Tensor | None = None
         self.logits_out = buffers.get("logits", rows, spec.vocab_size, torch.float32)
 
@@ -178,14 +181,16 @@ class DecodeStep:
         )
         request = (box.request, box.x, box.ids, box.weights)
         tape.add(lambda: ops.publish(x, there, weights, experts.counts, box.epoch, ordinal, *request))
-        tape.fork()
-        tape.add(lambda: ops.stamp(experts.clock, experts.counts, True), Lane.SIDE)
-        tape.add(lambda: ops.fetch(experts.bank.bytes, experts.memory, experts.work, experts.counts), Lane.SIDE)
-        tape.add(lambda: ops.stamp(experts.clock, experts.counts, False), Lane.SIDE)
+        if self._fetching:
+            tape.fork()
+            tape.add(lambda: ops.stamp(experts.clock, experts.counts, True), Lane.SIDE)
+            tape.add(lambda: ops.fetch(experts.bank.bytes, experts.memory, experts.work, experts.counts), Lane.SIDE)
+            tape.add(lambda: ops.stamp(experts.clock, experts.counts, False), Lane.SIDE)
         tape.add(lambda: ops.slot_experts(x, here, weights, bank.gate_up, bank.down, inner, routed, False))
         shared = self._shared(x, layer)
-        tape.join()
-        tape.add(lambda: ops.slot_experts(x, coming, weights, bank.gate_up, bank.down, inner, routed, True))
+        if self._fetching:
+            tape.join()
+            tape.add(lambda: ops.slot_experts(x, coming, weights, bank.gate_up, bank.down, inner, routed, True))
         tape.add(lambda: ops.wait_reply(experts.counts, box.epoch, box.reply, WAIT_LIMIT_US, box.status))
         merge(shared, cpu=True)
 

@@ -80,9 +80,9 @@ class ExpertPool:
         rows = slice(ordinal * self.experts, (ordinal + 1) * self.experts)
         return ExpertBank(self.weights.gate_up[rows], self.weights.down[rows])
 
-    def use_table(self, rows: int, fetching: bool = True) -> None:
+    def use_table(self, rows: int, fetching: bool = True) -> bool:
         """Set how many misses of a layer the next decode steps of this many rows fetch; graphs stay. fetching False: none, for
-        while a pass streams: the link is busy, and owners must not change."""
+        while a pass streams: the link is busy, and owners must not change. Returns whether any number of misses is fetched."""
         if not fetching:
             chosen = self._no_fetches
         else:
@@ -91,11 +91,13 @@ class ExpertPool:
                 values = self.split.table(*key)
                 full = [values[min(m, len(values) - 1)] for m in range(len(self.table))]
                 assert all(0 <= q <= m for m, q in enumerate(full))
-                self._tables[key] = torch.tensor(full, dtype=torch.int32).to(self.table.device)
+                made = torch.tensor(full, dtype=torch.int32).to(self.table.device) if any(full) else self._no_fetches
+                self._tables[key] = made
             chosen = self._tables[key]
         if chosen is not self._current:
             self.table.copy_(chosen)
             self._current = chosen
+        return chosen is not self._no_fetches
 
     def set_table(self, table: Sequence[int]) -> None:
         """Always fetch so many of m misses, whatever was measured; the last entry serves every larger m."""

@@ -57,7 +57,7 @@ class GpuModel:
             flops = 2 * dense_weights(decoder) // len(decoder.layers)
             self.expert_pass = ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers, flops)
         self._tables: DecodeTables | None = None
-        self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[Graph, torch.Tensor]] = {}
         self._pools: tuple[KvPools, RecurrentPools] | None = None
         self._sizes = graph_sizes(max_rows)
         decoder.rope.reach(max_context)
@@ -120,21 +120,25 @@ class GpuModel:
     def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
         """Capture every graph now: the first token of the first request does not wait for it."""
         self._bind(kv, states)
+        kinds = (False, True) if self.experts is not None and not self.experts.resident else (False,)
         for size in self._sizes:
-            self._graph(size)
+            for fetching in kinds:
+                self._graph(size, fetching)
 
-    def _graph(self, rows: int) -> tuple[Graph, torch.Tensor]:
-        size = next(size for size in self._sizes if size >= rows)
-        if size not in self._graphs:
+    def _graph(self, rows: int, fetching: bool) -> tuple[Graph, torch.Tensor]:
+        """Of the least size ≥ rows. fetching: whether misses may be fetched."""
+        key = (next(size for size in self._sizes if size >= rows), fetching)
+        if key not in self._graphs:
             assert self._pools is not None
             assert self._tables is not None
+            pools, rope = self._pools, self._decoder.rope
             step = DecodeStep(
-                size, self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *self._pools, self._decoder.rope
+                key[0], self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *pools, rope, fetching
             )
             self._decoder.run(step)
             self._tables.fill(torch.zeros(0, dtype=torch.int64), ())  # capturing runs the step once: on no sequence
-            self._graphs[size] = self.device.capture(step.tape), step.logits_out
-        return self._graphs[size]
+            self._graphs[key] = self.device.capture(step.tape), step.logits_out
+        return self._graphs[key]
 
     def _decode(self, tokens: torch.Tensor, seqs: list[SeqSlice], kv: KvPools, states: RecurrentPools) -> torch.Tensor:
         """Logits [len(seqs), vocab], a copy."""
@@ -142,12 +146,13 @@ class GpuModel:
         most = self._sizes[-1]
         for first in range(0, len(seqs), most):
             part = seqs[first : first + most]
-            graph, logits = self._graph(len(part))
+            fetching = False
+            if self.experts is not None and self.expert_pass is not None and not self.experts.resident:
+                fetching = self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
+                self.experts.wake()
+            graph, logits = self._graph(len(part), fetching)
             assert self._tables is not None
             self._tables.fill(tokens[first : first + most], part)
-            if self.experts is not None and self.expert_pass is not None:
-                self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
-                self.experts.wake()
             began = time.perf_counter_ns()
             graph.replay()
             for seq in part:
