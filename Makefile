@@ -13,16 +13,19 @@
 #
 # PYTHON picks the interpreter (3.11 to 3.13), TORCH the PyTorch requirement, PIP_ARGS goes to pip: on a machine without a
 # GPU, `make setup PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>"` saves two gigabytes of CUDA libraries.
+# JOBS is how many tests run side by side (default 2, each with up to 2 GB), PYTEST_ARGS goes to pytest.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_MINUTES ?= 30
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 15
 NATIVE := CMakeLists.txt $(wildcard engine/csrc/*.cpp engine/csrc/*.h)
 
 .PHONY: setup fmt check test test-full soak demo bench migrate docs run clean
@@ -60,10 +63,10 @@ check: setup
 	@$(BIN)/lint-imports
 
 test: setup
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: setup
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@TESTS_FULL=1 $(PYTEST) $(PYTEST_ARGS)
 
 soak: setup
 	@SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/python -m pytest tests/soak $(PYTEST_ARGS)

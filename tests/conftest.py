@@ -16,6 +16,9 @@ import pytest
 pytest_plugins = ["tests.fakes.databases"] if importlib.util.find_spec("sqlalchemy") else []
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each of the processes side by side has one core. Read when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not glob.glob("/dev/nvidia[0-9]*"):
     # Triton reads it when a kernel is defined, so it must be there before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from agentserve.protocol.decode import MAX_COMMAS
+from tests.budget import examples
 from tests.fakes.canonical import check
 from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running
 
@@ -286,7 +287,7 @@ SHAPES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.dictionaries(
         st.sampled_from(["input", "tools", "tool_choice", "metadata", "text", "agentserve"]), SHAPES, max_size=3

@@ -27,13 +27,14 @@ from agentserve.text.tokenizer import Tokenizer
 from agentserve.worker.grammars import Grammars
 from statecache.types import MarkerTable
 from tests.agentserve.text.models import tokenizer_with
+from tests.budget import examples
 
 WITH_TOOLS = [name for name in DIALECTS if name != "plain"]
 dialects = pytest.mark.parametrize("name", list(DIALECTS))
 tool_dialects = pytest.mark.parametrize("name", WITH_TOOLS)
 forms = pytest.mark.parametrize("as_tokens", [True, False], ids=["token markers", "text markers"])
 quick = settings(
-    max_examples=60,
+    max_examples=examples(20, 60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

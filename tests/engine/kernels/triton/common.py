@@ -7,9 +7,11 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.budget import examples
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.bfloat16]
-few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(4, 8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

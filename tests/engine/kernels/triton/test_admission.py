@@ -13,6 +13,7 @@ from engine.errors import ShapeMismatch
 from engine.moe.dispatch import fetch_table, plan_decode, publish
 from engine.moe.slots import NONE, SlotMap, make_policy
 from engine.moe.transfer import Ring
+from tests.budget import examples
 
 from .common import DEVICE, ints
 
@@ -125,7 +126,7 @@ calls = st.lists(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5, 15), deadline=None)
 @given(sequence=calls)
 def test_any_sequence_of_steps_equals_the_policies(policy: str, sequence: list) -> None:
     state = State(3, 7, 6, policy, 21)
@@ -146,10 +147,10 @@ def test_a_long_run_equals_the_policies(policy: str) -> None:
     """Enough steps that slots age and counts halve."""
     state, generator = State(3, 7, 6, policy, 21), torch.Generator().manual_seed(0)
     slots = state.host()
-    for i in range(90):
+    for i in range(60):
         ids = (torch.rand(1, 7, generator=generator) ** 2).argsort().tolist()[0][:2]
         step(state, slots, i % 3, [ids], fetch_table(1 + i % 2, 7), 6)
-        if i == 45:
+        if i == 30:
             slots.step += 300
             state.push(slots)
     state.check(slots)
@@ -232,7 +233,7 @@ def expected_union(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5, 15), deadline=None)
 @given(
     passes=st.lists(
         st.tuples(
