@@ -55,50 +55,52 @@ def _take(
 
     FIRST: slots used in this step have experts that are needed, and stay. Returns how many got one, and each expert's slot.
     """
-    e, s, every = tl.arange(0, EP), tl.arange(0, SP), tl.arange(0, LP)
-    owner = tl.load(id_of_slot + s, mask=s < slots, other=-2)
-    use = tl.load(last_use + s, mask=s < slots, other=0)
-    free, owned = owner == -1, owner >= 0
-    home = tl.where(owned, owner // experts, -1)
-    # Free slots first, in order; then the longest unused, then the lowest.
-    key = tl.where(free, s.to(tl.int64), (use + 1) * SP + s)
-    eligible = free | owned
-    if FIRST:
-        eligible = free | (owned & (use < now))
-    key = tl.where(eligible, key, _NEVER)
-    aged = tl.where(free, -1, _aged(tl.load(heat + s, mask=s < slots, other=0), now - use))
-    left = tl.load(residents + every, mask=every < layers, other=0)
-    crowd = tl.load(residents + home, mask=owned, other=0)
-    tl.debug_barrier()
     given = tl.full((EP,), -1, tl.int32)
-    done, going = 0, 1
-    while (done < wanted) & (going > 0):
-        best = key
-        if POLICY == 1:
-            best = tl.where(free | (home == layer) | (crowd > floor), key, _NEVER)
-        if POLICY == 2:
-            coldest = tl.min(tl.where(key < _NEVER, aged, 2147483647), 0)
-            best = tl.where(aged == coldest, key, _NEVER)
-        lowest = tl.min(best, 0)
-        going = tl.where(lowest < _NEVER, 1, 0)
-        if going > 0:
-            slot = (lowest % SP).to(tl.int32)
-            expert = tl.load(queue + done)
-            old = tl.max(tl.where(s == slot, owner, -1), 0)
-            tl.store(slot_for_id + old, -1, mask=old >= 0)
-            tl.store(slot_for_id + base + expert, slot)
-            tl.store(id_of_slot + slot, base + expert)
-            tl.store(last_use + slot, now)
-            tl.store(heat + slot, 1)
-            tl.store(work + 2 * done, base + expert)
-            tl.store(work + 2 * done + 1, slot)
-            lost = tl.where(old >= 0, old // experts, -1)
-            left += tl.where(every == layer, 1, 0) - tl.where(every == lost, 1, 0)
-            crowd -= tl.where(home == lost, 1, 0)
-            key = tl.where(s == slot, _NEVER, key)
-            given = tl.where(e == expert, slot, given)
-            done += 1
-    tl.store(residents + every, left, mask=every < layers)
+    done = wanted * 0
+    if wanted > 0:
+        e, s, every = tl.arange(0, EP), tl.arange(0, SP), tl.arange(0, LP)
+        owner = tl.load(id_of_slot + s, mask=s < slots, other=-2)
+        use = tl.load(last_use + s, mask=s < slots, other=0)
+        free, owned = owner == -1, owner >= 0
+        home = tl.where(owned, owner // experts, -1)
+        # Free slots first, in order; then the longest unused, then the lowest.
+        key = tl.where(free, s.to(tl.int64), (use + 1) * SP + s)
+        eligible = free | owned
+        if FIRST:
+            eligible = free | (owned & (use < now))
+        key = tl.where(eligible, key, _NEVER)
+        aged = tl.where(free, -1, _aged(tl.load(heat + s, mask=s < slots, other=0), now - use))
+        left = tl.load(residents + every, mask=every < layers, other=0)
+        crowd = tl.load(residents + home, mask=owned, other=0)
+        tl.debug_barrier()
+        going = 1
+        while (done < wanted) & (going > 0):
+            best = key
+            if POLICY == 1:
+                best = tl.where(free | (home == layer) | (crowd > floor), key, _NEVER)
+            if POLICY == 2:
+                coldest = tl.min(tl.where(key < _NEVER, aged, 2147483647), 0)
+                best = tl.where(aged == coldest, key, _NEVER)
+            lowest = tl.min(best, 0)
+            going = tl.where(lowest < _NEVER, 1, 0)
+            if going > 0:
+                slot = (lowest % SP).to(tl.int32)
+                expert = tl.load(queue + done)
+                old = tl.max(tl.where(s == slot, owner, -1), 0)
+                tl.store(slot_for_id + old, -1, mask=old >= 0)
+                tl.store(slot_for_id + base + expert, slot)
+                tl.store(id_of_slot + slot, base + expert)
+                tl.store(last_use + slot, now)
+                tl.store(heat + slot, 1)
+                tl.store(work + 2 * done, base + expert)
+                tl.store(work + 2 * done + 1, slot)
+                lost = tl.where(old >= 0, old // experts, -1)
+                left += tl.where(every == layer, 1, 0) - tl.where(every == lost, 1, 0)
+                crowd -= tl.where(home == lost, 1, 0)
+                key = tl.where(s == slot, _NEVER, key)
+                given = tl.where(e == expert, slot, given)
+                done += 1
+        tl.store(residents + every, left, mask=every < layers)
     return done, given
 
 
@@ -146,7 +148,9 @@ def _admit(
     misses = tl.sum(tl.where(miss, 1, 0), 0)
     hits = tl.sum(tl.where(slot >= 0, 1, 0), 0)
     quota = tl.minimum(tl.load(table + tl.minimum(misses, entries - 1)), room)
-    queued = _line_up(queue, keys, first, miss & (base + e < pinned), quota, experts, EP)
+    queued = miss & (quota > EP)
+    if quota > 0:  # in most layers there is nothing to fetch, and both of these take microseconds
+        queued = _line_up(queue, keys, first, miss & (base + e < pinned), quota, experts, EP)
     taken, given = _take(
         queue, tl.sum(tl.where(queued, 1, 0), 0), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
         slots, layers, experts, floor, True, POLICY, EP, SP, LP,
