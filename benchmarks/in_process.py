@@ -29,6 +29,7 @@ from benchmarks.traces.prefixes import Known
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.models.base import Logits
 from engine.types import Request, SamplingParams
 from statecache.durable import DiskSettings, open_states
 
@@ -52,16 +53,16 @@ class Told:
     def tell(self, prompt_tokens: int, script: Sequence[int]) -> None:
         self.prompt_tokens, self.script, self.logits = prompt_tokens, script, []
 
-    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> Logits:
         logits = self._model.forward(batch, kv, states)
         (seq,) = batch.seqs
         index = seq.context + seq.length - self.prompt_tokens
         if index < 0:
             return logits
-        self.logits.append(logits[0].float().clone())
-        forced = logits.clone()
+        self.logits.append(logits.rows[0].float().clone())
+        forced = logits.rows.clone()
         forced[0, self.script[index]] += _FORCED
-        return forced
+        return Logits(forced)
 
 
 @dataclass(frozen=True)

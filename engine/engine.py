@@ -21,7 +21,7 @@ from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
 from engine.errors import InvalidRequest
 from engine.kvcache.store import NO_ROW, Held, StateStore
-from engine.models.base import Model, Pass, SlotCounters, Staged
+from engine.models.base import Logits, Model, Pass, SlotCounters, Staged
 from engine.requests import check_hold, check_request, check_snapshot
 from engine.runner import load_model
 from engine.sampling import Choice, Sampler, choose_tokens, finite_rows
@@ -346,7 +346,7 @@ class Engine:
         self._before_pass(events)
         return self.scheduler.slices(prefill=self._open is None)
 
-    def _forward(self, slices: list[Slice]) -> torch.Tensor:
+    def _forward(self, slices: list[Slice]) -> Logits:
         try:
             return self.model.forward(self._batch(slices), self.store.kv, self.store.states)
         except BaseException:
@@ -378,7 +378,7 @@ class Engine:
                     self._hold(seq, row, seq.logits, events)
             if seq.logits is not None:
                 logits, seq.logits = seq.logits, None
-                self._draw([seq], logits[None], events)
+                self._draw([seq], Logits(logits[None]), events)
 
     def _batch(self, slices: list[Slice]) -> ForwardBatch:
         page_size = self.store.page_size
@@ -403,11 +403,12 @@ class Engine:
             return ForwardBatch(ids[0], positions[0], tuple(seqs), torch.tensor(last))
         return ForwardBatch(torch.cat(ids), torch.cat(positions), tuple(seqs), torch.tensor(last))
 
-    def _publish(self, slices: list[Slice], logits: torch.Tensor, events: list[EngineEvent]) -> None:
+    def _publish(self, slices: list[Slice], logits: Logits, events: list[EngineEvent]) -> None:
         """Take over what a pass computed, for each request whose logits are finite."""
         drawing: list[Running] = []
         rows: list[int] = []
-        for index, (part, good) in enumerate(zip(slices, finite_rows(logits), strict=True)):
+        finite = finite_rows(logits.rows) if logits.best is None else [best >= 0 for best in logits.best]
+        for index, (part, good) in enumerate(zip(slices, finite, strict=True)):
             seq = part.seq
             if not good:
                 error = f"NaN or infinity in the logits after position {part.end}"
@@ -418,24 +419,23 @@ class Engine:
                 events.append(PrefillProgress(seq.id, part.end, seq.prompt_length))
             for position, row in part.cuts:
                 at_prompt_end = position == seq.prompt_length
-                self._hold(seq, row, logits[index].clone() if at_prompt_end else None, events, position)
+                self._hold(seq, row, logits.rows[index].clone() if at_prompt_end else None, events, position)
             if part.end == seq.length:
                 drawing.append(seq)
                 rows.append(index)
         if drawing:
-            wanted = logits if len(rows) == len(slices) else logits[rows]
-            self._draw(drawing, wanted, events)
+            self._draw(drawing, logits.take(rows), events)
 
-    def _draw(self, seqs: list[Running], logits: torch.Tensor, events: list[EngineEvent]) -> None:
+    def _draw(self, seqs: list[Running], logits: Logits, events: list[EngineEvent]) -> None:
         """Draw each request's next token from its row of logits, and end those that are done."""
         if any(seq.request.sampling.max_tokens == 0 for seq in seqs):
-            for seq, row in zip(seqs, logits, strict=True):
+            for index, seq in enumerate(seqs):
                 if seq.request.sampling.max_tokens == 0:
-                    self._finish(seq, "length", events, hold=seq.request.hold_at_end, logits=row)
+                    self._finish(seq, "length", events, hold=seq.request.hold_at_end, logits=logits.rows[index])
                 else:
-                    self._draw([seq], row[None], events)
+                    self._draw([seq], logits.take([index]), events)
             return
-        choices = choose_tokens(logits, [s.sampler for s in seqs], [s.output_length for s in seqs])
+        choices = choose_tokens(logits.rows, [s.sampler for s in seqs], [s.output_length for s in seqs], logits.best)
         for index, (seq, choice) in enumerate(zip(seqs, choices, strict=True)):
             if isinstance(choice, str):
                 self._finish(seq, "error", events, error=choice)
@@ -443,7 +443,7 @@ class Engine:
             events.append(TokenEvent(seq.id, choice.token_id, seq.output_length, choice.logprob, choice.top))
             reason = self._accept(seq, choice)
             if reason is not None:
-                at_prompt_end = logits[index] if seq.computed == seq.prompt_length else None
+                at_prompt_end = logits.rows[index] if seq.computed == seq.prompt_length else None
                 self._finish(seq, reason, events, hold=seq.request.hold_at_end, logits=at_prompt_end)
 
     def _accept(self, seq: Running, choice: Choice) -> FinishReason | None:

@@ -21,7 +21,7 @@ from engine.kernels import cpu
 from engine.layers.eager import EagerStep
 from engine.layers.program import Limits, ProgramStep, needs
 from engine.models import registry
-from engine.models.base import KvPools, Model, ModelSpec, RecurrentPools, SlotCounters
+from engine.models.base import KvPools, Logits, Model, ModelSpec, RecurrentPools, SlotCounters
 from engine.models.decoder import Decoder
 from engine.models.hf_config import HfConfig
 from engine.moe.layer import Moe
@@ -153,10 +153,10 @@ class CpuModel:
         return self._decoder.spec
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
         if not self._native:
-            return self._decoder.run(EagerStep(batch, kv, states, self._decoder.rope))
-        return self._recorded(needs(batch), kv, states).run(batch)
+            return Logits(self._decoder.run(EagerStep(batch, kv, states, self._decoder.rope)))
+        return Logits(self._recorded(needs(batch), kv, states).run(batch))
 
     def _recorded(self, wanted: Limits, kv: KvPools, states: RecurrentPools) -> ProgramStep:
         """The recorded step, recorded again when a batch outgrows it or comes with other pools."""
@@ -183,11 +183,11 @@ class ReferenceModel:
         return self._decoder.spec
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a matrix product's order of sums may follow the number of threads
         try:
-            return self._forward(batch, kv, states)
+            return Logits(self._forward(batch, kv, states))
         finally:
             torch.set_num_threads(threads)
 

@@ -184,12 +184,14 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return good.tolist()
 
 
-def choose_tokens(logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int]) -> list[Choice | str]:
-    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request.
+def choose_tokens(
+    logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int], best: Sequence[int] | None = None
+) -> list[Choice | str]:
+    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request. best: each row's
+    argmax where it is known already.
 
     Text where a request's own settings or mask leave nothing to choose from, which must not touch the others: it says why.
     """
-    best: list[int] | None = None
     choices: list[Choice | str] = []
     for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
         if sampler.plain_greedy:

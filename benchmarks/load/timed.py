@@ -17,7 +17,7 @@ from benchmarks.load.machines import Machine
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.models.base import LayerSpec, ModelSpec
+from engine.models.base import LayerSpec, Logits, ModelSpec
 from engine.scheduler.pace import Work, pairs
 from engine.types import Request, StateSnapshot
 
@@ -100,7 +100,7 @@ class TimedModel:
         for row, word in enumerate(words):
             self._table[row, word] = 50.0
 
-    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> Logits:
         rows = context = prefill = back = 0
         for seq in batch.seqs:
             if seq.length == 1 and seq.context:
@@ -110,7 +110,7 @@ class TimedModel:
                 prefill += seq.length
                 back += pairs(seq.context, seq.context + seq.length)
         self._clock.spend(self._machine.step_us(Work(rows, context, prefill, back)))
-        return self._table[batch.positions[batch.logit_rows] % len(self._table)]
+        return Logits(self._table[batch.positions[batch.logit_rows] % len(self._table)])
 
 
 class TimedEngine(Engine):

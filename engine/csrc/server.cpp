@@ -1,6 +1,6 @@
 // The thread that answers a GPU's requests for experts: polls the mailbox, computes, replies. See handoff.h for the protocol.
 //
-// It never calls the GPU's driver and knows no tensors. Between steps it parks; a request that comes while it is parked and
+// It never calls the GPU's driver and knows no tensors. Between turns it parks; a request that comes while it is parked and
 // that nobody announced with asv_serve_wake is still found, at the next look, half a millisecond later at most.
 #include "handoff.h"
 
@@ -26,7 +26,9 @@ static inline void relax() { std::atomic_signal_fence(std::memory_order_seq_cst)
 
 namespace {
 
-constexpr double kHelperSpinUs = 2000.0;  // layers are 50 to 500 us apart while a step runs
+// Layers that need the CPU are 50 to 500 us apart while a step runs, but where most experts are resident a whole step of 2 to
+// 5 ms may need it once or twice. Helpers that had parked kept the first layer waiting for about 300 us.
+constexpr double kHelperSpinUs = 5000.0;
 constexpr auto kParkedLook = std::chrono::microseconds(500);
 constexpr auto kStopPatience = std::chrono::seconds(2);
 enum Fault { kNone = 0, kExit = 1, kHang = 2, kFail = 3 };

@@ -78,6 +78,7 @@ class DecodeStep:
         self._fetching = fetching
         self._delta: torch.Tensor | None = None
         self.logits_out = buffers.get("logits", rows, spec.vocab_size, torch.float32)
+        self.tape.add(tables.send)
 
     def _get(self, name: str, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._buffers.get(name, self.rows, width, dtype)
@@ -201,8 +202,9 @@ class DecodeStep:
         return x
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
-        """Ends the recording."""
+        """Ends the recording. What most steps want of the logits goes to the host with them: see DecodeTables.best."""
         self._linear(x, head, self.logits_out)
+        self.tape.add(lambda: self._ops.greedy(self.logits_out, self._tables.best[: self.rows]))
         experts = self._experts
         if experts is not None and not experts.resident:
             self.tape.add(lambda: experts.box.status_host.copy_(experts.box.status, non_blocking=True))

@@ -6,7 +6,7 @@ Knows nothing of requests; engine.py hands over flat batches, as to every backen
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -22,7 +22,7 @@ from engine.gpu.experts import ExpertPool
 from engine.gpu.experts_pass import ExpertPass
 from engine.gpu.prefill import PrefillStep
 from engine.gpu.tables import DecodeTables
-from engine.models.base import KvPools, ModelSpec, RecurrentPools
+from engine.models.base import KvPools, Logits, ModelSpec, RecurrentPools
 from engine.models.decoder import Decoder
 from engine.moe.layer import Moe
 
@@ -72,20 +72,22 @@ class GpuModel:
         return self._decoder.spec
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
-        """Logits f32 on the device. Raises DeviceError if the device or the executor failed; state is then undefined."""
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
+        """The logits lie on the device. Raises DeviceError if the device or the executor failed; state is then undefined."""
         with device_errors(self.device.name):
             return self._forward(batch, kv, states)
 
-    def _forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
         self._bind(kv, states)
-        steps = [seq for seq in batch.seqs if seq.length == 1]
         longer = [seq for seq in batch.seqs if seq.length > 1]
+        if not longer and len(batch.logit_rows) == len(batch.seqs):
+            return self._decode(batch.token_ids, batch.seqs, kv, states)
+        steps = [seq for seq in batch.seqs if seq.length == 1]
         wanted = batch.logit_rows.tolist()
         out: torch.Tensor | None = None
         if steps:
             tokens = batch.token_ids[[seq.start for seq in steps]]
-            logits = self._decode(tokens, steps, kv, states)
+            logits = self._decode(tokens, steps, kv, states).rows
             picked = [index for index, seq in enumerate(steps) if seq.start in wanted]
             out = (
                 logits
@@ -97,7 +99,7 @@ class GpuModel:
             logits = self._prefill(part, kv, states)
             out = logits if len(rows) == len(wanted) else self._place(out, logits, rows, wanted)
         assert out is not None
-        return out
+        return Logits(out)
 
     def _place(self, out: torch.Tensor | None, logits: torch.Tensor, rows: list[int], wanted: list[int]) -> torch.Tensor:
         if out is None or len(out) != len(wanted):
@@ -140,9 +142,10 @@ class GpuModel:
             self._graphs[key] = self.device.capture(step.tape), step.logits_out
         return self._graphs[key]
 
-    def _decode(self, tokens: torch.Tensor, seqs: list[SeqSlice], kv: KvPools, states: RecurrentPools) -> torch.Tensor:
-        """Logits [len(seqs), vocab], a copy."""
-        parts = []
+    def _decode(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice], kv: KvPools, states: RecurrentPools) -> Logits:
+        """One token of each sequence. The logits are the buffer's, unless it takes more than one step."""
+        parts: list[torch.Tensor] = []
+        best: list[int] = []
         most = self._sizes[-1]
         for first in range(0, len(seqs), most):
             part = seqs[first : first + most]
@@ -159,13 +162,14 @@ class GpuModel:
                 for cut in seq.cuts:
                     for pool in (*states.delta, *states.conv):
                         pool[cut.dest_row].copy_(pool[seq.state_row])
-            parts.append(logits[: len(part)].clone())
+            parts.append(logits[: len(part)] if len(part) == len(seqs) else logits[: len(part)].clone())
             # The tables' host copy may be written again only now, and a failed executor must be seen before a token is drawn.
             self.device.synchronize()
             self._check()
+            best += self._tables.best[: len(part)].tolist()
             if self.experts is not None and not self._in_pass:
                 self.experts.stepped(len(part), time.perf_counter_ns() - began)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Logits(parts[0] if len(parts) == 1 else torch.cat(parts), best)
 
     # ── prefill ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -184,7 +188,7 @@ class GpuModel:
         while True:
             logits = work.advance()
             if logits is not None:
-                return logits
+                return logits.rows
 
     def settle(self) -> None:
         """Wait for the device. Raises DeviceError if the device or the executor failed."""
@@ -229,7 +233,7 @@ class GpuPass:
         self._stages = decoder.stages(step)
         self._begun = False
 
-    def advance(self) -> torch.Tensor | None:
+    def advance(self) -> Logits | None:
         self._model.device.adopt()
         try:
             if not self._begun and self._experts is not None:
@@ -241,7 +245,7 @@ class GpuPass:
             if self._experts is not None:
                 self._experts.end()
             self._model.settle()
-            return end.value
+            return Logits(end.value)
         except BaseException:
             self.abandon()
             raise

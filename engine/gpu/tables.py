@@ -1,4 +1,5 @@
-"""What a step is told, where kernels read it: small integer tables at fixed addresses, filled from a batch by one copy."""
+"""What a step is told, where kernels read it: small integer tables at fixed addresses, filled from a batch by one copy;
+and the little that it tells back."""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ class DecodeTables:
     """For up to `rows` sequences with one token each. Tables of a step with fewer rows are the first columns.
 
     ids: int32 tokens. contexts: position of the token, −1 = no sequence. slots: where its keys go. state_rows. pages: int32
-    [rows, max_pages]; rewritten only where a sequence's table has changed, so a step usually moves 16 bytes a row.
+    [rows, max_pages]; rewritten only where a sequence's table has changed, so a step usually moves 16 bytes a row. best: int32
+    [rows] on the host, written by the step: as Logits.best.
     """
 
     def __init__(self, device: Device, rows: int, max_pages: int, page_size: int) -> None:
         place = device.torch_device
         self.rows, self.page_size = rows, page_size
-        self._host = device.pinned(4, rows, dtype=torch.int32)
-        self._host_pages = device.pinned(rows, max_pages, dtype=torch.int32)
-        self._host_pages.fill_(-1)
+        self._pinned = device.pinned(4, rows, dtype=torch.int32)
+        self._pinned_pages = device.pinned(rows, max_pages, dtype=torch.int32)
+        self.best = device.pinned(rows, dtype=torch.int32)
+        self._host, self._host_pages = self._pinned.numpy(), self._pinned_pages.numpy()
         self._known = [0] * rows
         self._device = torch.full((4, rows), -1, dtype=torch.int32, device=place)
         self._device[_IDS] = 0
@@ -36,22 +39,26 @@ class DecodeTables:
 
     def fill(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice]) -> None:
         """tokens: int64 [len(seqs)], one for each sequence. The device must be done with the step before."""
-        host = self._host.numpy()
+        host = self._host
         host[_IDS] = 0
         host[1:] = -1
         host[_IDS, : len(seqs)] = tokens.numpy()
         for index, seq in enumerate(seqs):
             page, offset = divmod(seq.context, self.page_size)
+            pages = seq.page_table.numpy()
             host[_CONTEXTS, index] = seq.context
-            host[_SLOTS, index] = int(seq.page_table[page]) * self.page_size + offset
+            host[_SLOTS, index] = int(pages[page]) * self.page_size + offset
             host[_ROWS, index] = seq.state_row
-            self._fill_pages(index, seq.page_table.numpy())
-        self._device.copy_(self._host, non_blocking=True)
+            self._fill_pages(index, pages)
+
+    def send(self) -> None:
+        """Copy what `fill` wrote to the device: part of a step's graph, so that it costs no launch of its own."""
+        self._device.copy_(self._pinned, non_blocking=True)
 
     def _fill_pages(self, index: int, pages: np.ndarray) -> None:
-        have, count = self._host_pages.numpy()[index], len(pages)
+        have, count = self._host_pages[index], len(pages)
         if self._known[index] >= count and np.array_equal(have[:count], pages):
             return
         have[:count] = pages
         self._known[index] = count
-        self.pages[index, :count].copy_(self._host_pages[index, :count], non_blocking=True)
+        self.pages[index, :count].copy_(self._pinned_pages[index, :count], non_blocking=True)

@@ -85,10 +85,29 @@ class RecurrentPools(Protocol):
     def conv(self) -> Sequence[torch.Tensor]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """What a pass gives. rows: f32 [n, vocab_size], which the model may write again in its next pass: copy what is kept.
+
+    best: for each row the index of its largest value, the lowest of several, or −1 if it holds NaN or infinity; None if
+    nobody has looked.
+    """
+
+    rows: torch.Tensor
+    best: Sequence[int] | None = None
+
+    def take(self, indices: Sequence[int]) -> Logits:
+        """These rows only."""
+        if len(indices) == len(self.rows):
+            return self
+        best = None if self.best is None else [self.best[index] for index in indices]
+        return Logits(self.rows[list(indices)], best)
+
+
 class Pass(Protocol):
     """A forward pass under way."""
 
-    def advance(self) -> torch.Tensor | None:
+    def advance(self) -> Logits | None:
         """Go on to the edge of the next layer. The logits, as forward() returns them, at the end. Raises what forward()
         does."""
         ...
@@ -126,8 +145,8 @@ class Model(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
-        """Run the batch, advance the state, return logits f32 [len(batch.logit_rows), vocab_size].
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
+        """Run the batch, advance the state, return the logits of batch.logit_rows.
 
         Writes the keys and values of the batch's tokens into their pages, advances each sequence's state_row and copies
         it to every cut's dest_row. A fresh sequence's row is taken as zeros whatever it holds.

@@ -26,8 +26,10 @@ REQUEST_EPOCH, REQUEST_LAYER, REQUEST_TOKENS = 0, 4, 8
 REPLY_EPOCH, REPLY_STATUS, REPLY_BUSY_NS = 64, 68, 72
 PAYLOAD = 128
 _ALIGN = 256
-SPIN_US = 200
-"""The executor looks for a request this long before it parks: the time between two steps, not between two turns."""
+SPIN_US = 5000
+"""The executor looks for a request this long before it parks: the time between two requests of an answer, not between two
+turns. A step announces itself once, at its begin: where most experts are resident, the first layer that needs the CPU may come
+milliseconds later, and a parked executor finds it up to half a millisecond late."""
 
 
 @dataclass(frozen=True, slots=True)

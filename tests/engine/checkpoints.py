@@ -134,7 +134,7 @@ def step(
         ids += tokens
         lane.context += len(tokens)
     batch = ForwardBatch(torch.tensor(ids), torch.tensor(positions), tuple(slices), torch.arange(len(ids)))
-    logits = model.forward(batch, state, state)
+    logits = model.forward(batch, state, state).rows.clone()  # the next step may write them again
     return [logits[s.start : s.start + s.length] for s in slices]
 
 

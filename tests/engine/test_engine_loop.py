@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from engine.batch import ForwardBatch
 from engine.errors import ContextTooLong, InvalidRequest, SnapshotMismatch, UnknownHold
+from engine.models.base import Logits
 from engine.types import CutReached, Finished, HoldId, KvRun, SamplingParams, StateSnapshot, TokenEvent
 from tests.engine.helpers import Log, make_engine, prompt, release_all, request, run
 from tests.fakes.hash_model import HashModel, expected_logits, expected_tokens, make_spec
@@ -347,3 +352,28 @@ def test_events_of_a_turn_come_in_order():
     assert kinds[4:] == ["TokenEvent", "TokenEvent", "CutReached", "Finished"]
     assert isinstance(events[1], CutReached)
     assert isinstance(events[4], TokenEvent)
+
+
+class Looking(HashModel):
+    """Says where the largest value of each row is, and hides the values."""
+
+    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> Logits:
+        rows = super().forward(batch, kv, states).rows
+        finite = rows.isfinite().all(-1)
+        return Logits(torch.zeros_like(rows), torch.where(finite, rows.argmax(-1), -1).tolist())
+
+
+def test_a_greedy_token_is_the_one_that_the_model_named():
+    """Whoever samples, or is also to hear probabilities, is served from the logits themselves."""
+    engine = make_engine(Looking(nan_token=96))
+    likely = SamplingParams(max_tokens=5, temperature=0.0, logprobs=1)
+    engine.submit(request("plain", prompt(1, 70), 6))
+    engine.submit(request("other", prompt(2, 9), 9))
+    engine.submit(request("broken", [96, *prompt(3, 30)], 9))
+    engine.submit(request("likely", prompt(4, 12), sampling=likely))
+    log = run(engine)
+    assert log.tokens["plain"] == expected_tokens(prompt(1, 70), 6)
+    assert log.tokens["other"] == expected_tokens(prompt(2, 9), 9)
+    assert log.tokens["likely"] == [0] * 5
+    assert log.finished["broken"].reason == "error"
+    assert "NaN" in str(log.finished["broken"].error)

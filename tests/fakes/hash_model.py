@@ -14,7 +14,7 @@ import torch
 from engine.batch import ForwardBatch, SeqSlice
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
-from engine.models.base import LayerSpec, ModelSpec
+from engine.models.base import LayerSpec, Logits, ModelSpec
 
 P = 4093
 """A prime whose products with itself fit float32 exactly once reduced (every stored number is an integer below it)."""
@@ -93,7 +93,7 @@ class HashModel:
     raise_token: int | None = None
     forwards: list[list[tuple[int, int]]] = field(default_factory=list)
 
-    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
         rows: dict[int, np.ndarray] = {}
         self.forwards.append([(s.context, s.length) for s in batch.seqs])
         assert sum(s.length for s in batch.seqs) == len(batch.token_ids) == len(batch.positions)
@@ -104,7 +104,7 @@ class HashModel:
             expected = torch.arange(seq.context, seq.context + seq.length)
             assert torch.equal(batch.positions[seq.start : seq.start + seq.length], expected)
             self._run(seq, ids, kv, states, rows, set(batch.logit_rows.tolist()))
-        return torch.from_numpy(np.stack([rows[i] for i in batch.logit_rows.tolist()]))
+        return Logits(torch.from_numpy(np.stack([rows[i] for i in batch.logit_rows.tolist()])))
 
     def _run(
         self,
@@ -230,7 +230,7 @@ class _StagedPass:
         for pool in (*states.delta, *states.conv):
             pool[self._rows] = float("nan")
 
-    def advance(self) -> torch.Tensor | None:
+    def advance(self) -> Logits | None:
         model, batch, kv, states = self._call
         if self._left:
             self._left -= 1

@@ -38,6 +38,12 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor)
     out.copy_(reference.rms_norm(x.float(), weight, eps, gate))
 
 
+def greedy(logits: Tensor, best: Tensor) -> None:
+    """best int32 [T]: the index of the largest of logits f32 [T, V], the lowest of several; -1 where a value is NaN or
+    infinite."""
+    best.copy_(torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1))
+
+
 def merge(
     residual: Tensor,
     out: Tensor,

@@ -12,6 +12,7 @@ from engine.kernels.triton.attention import decode_attention, decode_scratch, pr
 from engine.kernels.triton.conv import conv
 from engine.kernels.triton.delta import delta
 from engine.kernels.triton.fetch import fetch
+from engine.kernels.triton.greedy import greedy
 from engine.kernels.triton.group import group
 from engine.kernels.triton.grouped_experts import grouped_experts
 from engine.kernels.triton.handoff import publish, stamp, wait_reply
@@ -33,6 +34,7 @@ __all__ = [
     "fetch",
     "gated_norm",
     "gather",
+    "greedy",
     "group",
     "grouped_experts",
     "linear",

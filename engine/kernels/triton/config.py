@@ -110,5 +110,8 @@ DELTA_CHUNK = 64
 DELTA_STEP_COLUMNS = 32
 DELTA_CHUNK_COLUMNS = 16
 
+GREEDY_BLOCK = 2048
+"""Logits of one block: a row of 248k gives 122 of them, nearly one for each multiprocessor."""
+
 FETCH_WORDS = 8192
 """64-bit words that one block of the fetch holds in flight: 8 blocks × 64 KiB cover the latency of the link."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.batch import StateCut
+from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.errors import DeviceError
 from engine.gpu.model import GpuModel, device_errors, graph_sizes
 from engine.moe.dispatch import fetch_table
@@ -112,6 +112,19 @@ def test_one_graph_serves_every_step_of_a_size_and_padding_changes_nothing(tmp_p
         after = [pool[[3, 4, 5, 6, 7]] for pool in (*own.delta, *own.conv)]
         for was, now in zip(before, after, strict=True):
             assert torch.equal(was.nan_to_num(7.0), now.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_decode_step_tells_the_best_token_of_each_row(device, tmp_path_factory):
+    """The second of the sequences has lost its state: it is NaN."""
+    with offloaded(directory("qwen3_5_moe", tmp_path_factory), device, slots=8) as model:
+        own, lanes = device_pools(model), [Lane([i], i) for i in range(3)]
+        step(model, own, [(lane, tokens(5, i)) for i, lane in enumerate(lanes)])
+        own.delta[0][1] = float("nan")
+        slices = tuple(SeqSlice(i, 1, 5, torch.tensor([i], dtype=torch.int32), i, False) for i in range(3))
+        batch = ForwardBatch(torch.tensor(tokens(3, 9)), torch.tensor([5, 5, 5]), slices, torch.arange(3))
+        got = model.forward(batch, own, own)
+        assert got.best == [int(got.rows[0].argmax()), -1, int(got.rows[2].argmax())]
 
 
 def test_bf16_stays_within_its_rounding(tmp_path_factory):
