@@ -76,6 +76,8 @@ class EngineConfig:
     pin_bytes: most host memory that is pinned for the experts; None = all of them, as far as the system allows.
     pass_tokens: prompt tokens that go through the layers together; takes the place of chunk_tokens and step_tokens there. None
     = 16384 or what a sixteenth of the device's memory holds.
+    elastic: whether expert slots and KV pages may trade memory while serving: "auto" = the engine does it by itself, "manual" =
+    only when it is told to, "off" = each keeps its own.
     expert_mode: how decode misses are divided; "auto" = hybrid, fetch or cpu by what is seen to be fastest.
     rates: file of measured rates; without an entry for this machine they are measured at the start, for a second or two, and
     kept there. None = assumed rates.
@@ -106,6 +108,7 @@ class EngineConfig:
     pin_bytes: int | None = None
     pass_tokens: int | None = None
     expert_mode: Literal["auto", "hybrid", "fetch", "cpu"] = "auto"
+    elastic: Literal["auto", "manual", "off"] = "auto"
     rates: Path | None = None
     kernels: Literal["triton", "plain"] | None = None
     host_device: bool = False

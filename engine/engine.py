@@ -19,7 +19,8 @@ import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
-from engine.errors import InvalidRequest
+from engine.elastic.boundary import Boundary, Divided
+from engine.errors import InvalidRequest, OutOfDeviceMemory, OutOfPages, Unsupported
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.models.base import Logits, Model, Pass, SlotCounters, Staged
 from engine.requests import check_hold, check_request, check_snapshot
@@ -37,6 +38,7 @@ from engine.types import (
     FinishReason,
     HeldState,
     HoldId,
+    MemoryReport,
     ModelInfo,
     PrefillProgress,
     Request,
@@ -77,7 +79,7 @@ class Engine:
         tell(0.0, "reading weights")
         loaded = load_model(config, tell)
         tell(0.9, "allocating KV pages")
-        engine = cls(loaded.model, loaded.config, loaded.weights_digest, loaded.slots, loaded.device)
+        engine = cls(loaded.model, loaded.config, loaded.weights_digest, loaded.slots, loaded.device, loaded.divided)
         if isinstance(loaded.model, Staged):
             tell(0.95, "compiling kernels and capturing graphs")
             with torch.inference_mode():
@@ -92,11 +94,12 @@ class Engine:
         weights_digest: str = "",
         slots: SlotCounters | None = None,
         device: torch.device | None = None,
+        divided: Divided | None = None,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """slots: the model's expert slots, for the counters. device: where state lies, None = host memory. clock_ns: what
-        deadlines and the cost of steps are measured by."""
+        """slots: the model's expert slots, for the counters. device: where state lies, None = host memory. divided: its memory
+        that can change hands. clock_ns: what deadlines and the cost of steps are measured by."""
         self.model = model
         self._slots = slots
         spec = model.spec
@@ -109,6 +112,8 @@ class Engine:
             rows=config.max_rows + int(config.snapshot_rows),
             poison=config.poison_freed,
             device=device,
+            room=None if divided is None else divided.memory.bounds.most_pages,
+            memory=None if divided is None else divided.memory.pages,
         )
         self._clock_ns = clock_ns
         self.scheduler = Scheduler(
@@ -134,6 +139,7 @@ class Engine:
             weights_digest=weights_digest,
             numerics=spec.numerics,
         )
+        self._boundary = None if divided is None else Boundary(divided, self.store, self.scheduler)
         self._staged = model if isinstance(model, Staged) else None
         self._open: OpenPass | None = None
         self._requests: dict[str, Running] = {}
@@ -265,6 +271,35 @@ class Engine:
         """Bytes of pages and row that release() would free now. Raises UnknownHold."""
         return self.store.own_bytes(self.store.get(hold))
 
+    # ── memory that changes hands ───────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def resize_experts(self, slots: int) -> None:
+        """Have so many expert slots; KV pages take what they leave and give what they need, down to one context.
+
+        Done when this returns if nothing runs; else a piece of it is, and each step does the next. No token changes by it, and
+        no held state is lost but what its owner releases to make room.
+
+        Raises InvalidRequest (how many there may be), Unsupported, OutOfPages or OutOfDeviceMemory; sizes stay as they are.
+        """
+        if self._boundary is None:
+            raise Unsupported(f"expert slots: the {self.config.backend} backend cannot resize them while it serves")
+        self._boundary.ask(slots)
+        if self._open is None:
+            self._boundary.advance(whole=not self.has_work)
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """How the device's memory is divided now; None where it cannot change hands."""
+        return None if self._boundary is None else self._boundary.report()
+
+    def _tend_memory(self) -> None:
+        """Between passes: what was asked of memory and is not done yet."""
+        boundary = self._boundary
+        if boundary is not None and boundary.moving and self._open is None:
+            with contextlib.suppress(OutOfPages, OutOfDeviceMemory):  # it has said so, and keeps what it has
+                boundary.advance()
+
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
@@ -277,6 +312,7 @@ class Engine:
         """
         events, self._unreturned = self._unreturned, []
         try:
+            self._tend_memory()
             with self._spoiling(self.scheduler.running):
                 slices = self._plan(events)
             if self._staged is not None:

@@ -34,6 +34,7 @@ from engine.weights.reader import CheckpointReader
 
 if TYPE_CHECKING:
     from engine.device.base import Device
+    from engine.elastic.boundary import Divided
     from engine.moe.host_bank import HostBank
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ FIRST_LIMITS = Limits(rows=64, seqs=8, pages=64, cuts=16, positions=4096)
 class LoadedModel:
     """A model ready to run. weights_digest: see fingerprint.py. slots: counters of the expert slots, None if all are resident.
 
-    config: what was asked for, with what loading decided. device: where states lie, None = host memory.
+    config: what was asked for, with what loading decided. device: where states lie, None = host memory. divided: its memory
+    that can change hands.
     """
 
     model: Model
@@ -58,6 +60,7 @@ class LoadedModel:
     slots: SlotCounters | None
     config: EngineConfig
     device: torch.device | None = None
+    divided: Divided | None = None
 
 
 def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda fraction, what: None) -> LoadedModel:
@@ -121,7 +124,7 @@ def _on_device(
         log.info("%s", line)
     offloaded = placed.model.experts is not None and not placed.model.experts.resident
     slots = placed.model.experts if offloaded else None
-    return LoadedModel(placed.model, digest, slots, placed.config, device.torch_device)
+    return LoadedModel(placed.model, digest, slots, placed.config, device.torch_device, placed.divided)
 
 
 def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, SlotMap | None]:

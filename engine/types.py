@@ -89,6 +89,31 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """How a device's memory is divided between expert slots and KV pages.
+
+    wanted_*: what is being moved to; the same as now when nothing moves. least_slots, most_slots: what can be asked for.
+    moves: of the border since the start. lent_bytes: given up for other programs. fixed: why no memory can change hands, ""
+    if it can. trouble: why the last move was given up, "" if it was not.
+    """
+
+    slots: int
+    wanted_slots: int
+    least_slots: int
+    most_slots: int
+    experts: int
+    slot_bytes: int
+    pages: int
+    wanted_pages: int
+    page_tokens: int
+    page_bytes: int
+    moves: int
+    lent_bytes: int
+    fixed: str
+    trouble: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. temperature 0 is greedy (lowest id wins a tie).
 

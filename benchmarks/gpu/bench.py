@@ -231,7 +231,7 @@ class Bench:
         placed = place(decoder, self.bank, config, device, lambda done, what: self._tell(what))
         model = placed.model
         try:
-            engine = Engine(model, placed.config, "", None, self.device.torch_device)
+            engine = Engine(model, placed.config, "", None, self.device.torch_device, placed.divided)
             pools: Any = engine.store
             model.warm_up(pools.kv, pools.states)
             arms = Arms(model, self.device, self.rates, self.sizes.max_rows)

@@ -1,10 +1,12 @@
-"""What the offloaded engine needs of a device beside tensors: tapes, graphs, pinned memory, and how much memory there is.
+"""What the offloaded engine needs of a device beside tensors: tapes, graphs, pinned memory, addresses whose memory comes and
+goes, and how much memory there is.
 
 Two implementations: cuda.py, and host.py, which runs the same orchestration on CPU tensors for tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +43,42 @@ class Moment(Protocol):
         ...
 
 
+class VirtualMemory(Protocol):
+    """Addresses without memory, and pieces of memory that are put behind them and taken away while graphs and kernels keep the
+    addresses. Numbers of bytes and addresses are multiples of `granularity`."""
+
+    @property
+    def granularity(self) -> int: ...
+
+    def reserve(self, nbytes: int) -> int:
+        """An address with nbytes behind it that nobody may touch yet."""
+        ...
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Give a whole reservation back. Nothing of it may be mapped."""
+        ...
+
+    def create(self, nbytes: int) -> int:
+        """A piece of device memory, by handle; its bytes are anything. Raises OutOfDeviceMemory."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Give a piece that is not mapped back to the device."""
+        ...
+
+    def map(self, address: int, handles: Sequence[int], nbytes: int) -> None:
+        """Put pieces of nbytes each behind addresses, one after another."""
+        ...
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take what was mapped there away. The device must be done with it."""
+        ...
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over a reservation; its first bytes must be mapped. Only mapped bytes may be touched."""
+        ...
+
+
 class Device(Protocol):
     """One device and the two streams that this engine uses on it."""
 
@@ -56,7 +94,17 @@ class Device(Protocol):
         """What the calling thread tells torch from now on is MAIN's work. Cheap where it is already."""
         ...
 
-    def memory(self) -> DeviceMemory: ...
+    def memory(self) -> DeviceMemory:
+        """After giving back what torch keeps for later: for decisions at the start."""
+        ...
+
+    def free_bytes(self) -> int:
+        """The same number at once, for looking now and then."""
+        ...
+
+    def virtual(self) -> VirtualMemory:
+        """Raises Unsupported, naming what is missing."""
+        ...
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory that the device reads and writes directly, under the same address."""

@@ -12,6 +12,7 @@ import torch
 
 from engine.device.base import DeviceMemory
 from engine.device.tape import Lane, Tape
+from engine.device.vmm import CudaVirtualMemory
 from engine.errors import DeviceError, Unsupported
 
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -45,6 +46,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return DeviceMemory(free, total)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def virtual(self) -> CudaVirtualMemory:
+        return CudaVirtualMemory(self.torch_device)
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)

@@ -14,6 +14,7 @@ import torch
 
 from engine.config import Machine
 from engine.device.base import DeviceMemory
+from engine.device.host_memory import HostVirtualMemory
 from engine.device.tape import Entry, Lane, Tape
 from engine.errors import DeviceError
 
@@ -32,7 +33,10 @@ class HostDevice:
         self._side: deque[tuple[Entry, int]] = deque()
         self._done: set[int] = set()
         self._marks = 0
+        self._virtual: HostVirtualMemory | None = None
         self.replays = 0
+        self.others_bytes = 0
+        """What other programs take of its memory."""
 
     def adopt(self) -> None:
         pass
@@ -40,6 +44,15 @@ class HostDevice:
     def memory(self) -> DeviceMemory:
         free = Machine.here().available_bytes // 2 if self._memory_bytes is None else self._memory_bytes
         return DeviceMemory(free, free)
+
+    def free_bytes(self) -> int:
+        created = 0 if self._virtual is None else self._virtual.created_bytes
+        return max(0, self.memory().free - created - self.others_bytes)
+
+    def virtual(self) -> HostVirtualMemory:
+        if self._virtual is None:
+            self._virtual = HostVirtualMemory(self)
+        return self._virtual
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)

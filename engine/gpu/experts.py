@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from engine.device.base import Device
+from engine.elastic.plan import slot_moves
 from engine.errors import DeviceError
 from engine.moe.banks import ExpertBank
 from engine.moe.cost import ASSUMED, Rates
@@ -30,9 +31,9 @@ a few cores, takes a tenth of it."""
 class ExpertPool:
     """slots over all layers, or every expert resident.
 
-    bank: records of flat ids, layer · experts + expert; its memory is given back if all are resident. memory: uint8 [slots,
-    record bytes]. top_k: choices of a token. max_rows: of a decode step. rates: as measured. mode: how decode misses are
-    divided, "auto" = by what is seen to be fastest.
+    bank: records of flat ids, layer · experts + expert; its memory is given back if all are resident. memory: uint8 [room,
+    record bytes], for all slots that there may be; slots: how many there are now, None = all. top_k: choices of a token.
+    max_rows: of a decode step. rates: as measured. mode: how decode misses are divided, "auto" = by what is seen to be fastest.
     """
 
     def __init__(
@@ -46,19 +47,21 @@ class ExpertPool:
         policy: str,
         rates: Rates = ASSUMED,
         mode: Mode | Literal["auto"] = "auto",
+        slots: int | None = None,
     ) -> None:
         self.device, self.bank, self.memory = device, bank, memory
         self.experts, self.top_k = experts, top_k
         self.layers = bank.rows // experts
-        self.slots = len(memory)
+        self.room = len(memory)
         self.weights: ExpertBank = bank.record.views(memory)
         place = device.torch_device
-        self.state = SlotState.empty(self.layers, experts, self.slots, policy, place, bank.pinned_rows)
-        self.resident = self.slots >= bank.rows
+        slots = self.room if slots is None else slots
+        self.state = SlotState.empty(self.layers, experts, slots, policy, place, bank.pinned_rows, self.room)
+        self.resident = slots >= bank.rows
         self.counts = torch.zeros(4, dtype=torch.int32, device=place)
         self.clock = torch.zeros(4, dtype=torch.int64, device=place)
         # Fetches of one layer of one step: never more than there are choices, experts or slots.
-        most = max(1, min(max_rows * top_k, experts, self.slots))
+        most = max(1, min(max_rows * top_k, experts, self.room))
         self.work = torch.zeros(most, 2, dtype=torch.int32, device=place)
         self.table = torch.zeros(max_rows * top_k + 1, dtype=torch.int32, device=place)
         self._no_fetches = torch.zeros_like(self.table)
@@ -74,6 +77,15 @@ class ExpertPool:
             bank.discard()
         else:
             self._executor = start_executor(self.box, bank, experts)
+
+    @property
+    def slots(self) -> int:
+        """There are now."""
+        return self.state.slots
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.experts
 
     def layer(self, ordinal: int) -> ExpertBank:
         """The experts of one layer when all are resident: rows are experts."""
@@ -119,6 +131,34 @@ class ExpertPool:
         fetch_ns, fetched = self.clock[:2].tolist()
         if self.split.refit(fetch_ns, fetched * self.bank.record.nbytes, state.busy_ns, state.bytes):
             self._tables.clear()
+
+    def leave(self, slots: int) -> int:
+        """Use only the first so many slots from now on; returns when the device is done with the others, whose memory may go.
+
+        What lay behind them and was used more lately than what lies before them moves there, the rest is forgotten: the bank
+        has it. Owners are cleared in both maps before bytes change, and set after. No pass may be open. Returns how many
+        experts moved.
+        """
+        maps = self.state.pull()
+        moves = slot_moves(maps.id_of_slot, maps.last_use, slots)
+        kept = [(maps.id_of_slot[source], maps.last_use[source], maps.heat[source]) for source, _ in moves]
+        dests = [dest for _, dest in moves]
+        for slot in (*range(slots, self.slots), *dests):
+            maps.clear(slot)
+        self.state.write_back(maps, [*range(slots, self.slots), *dests])
+        for source, dest in moves:
+            self.memory[dest].copy_(self.memory[source], non_blocking=True)
+        for dest, (owner, used, heat) in zip(dests, kept, strict=True):
+            maps.assign(dest, owner)
+            maps.last_use[dest], maps.heat[dest] = used, heat
+        self.state.write_back(maps, dests)
+        self.state.resize(slots)
+        self.device.synchronize()
+        return len(moves)
+
+    def enter(self, slots: int) -> None:
+        """Use so many slots from now on; the memory of the new ones is there."""
+        self.state.resize(slots)
 
     def wake(self) -> None:
         if self._executor is not None:

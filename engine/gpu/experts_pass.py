@@ -20,6 +20,7 @@ from engine.gpu.decode import Buffers
 from engine.gpu.experts import HANDOFF_TOKENS, WAIT_LIMIT_US, ExpertPool
 from engine.gpu.stream import Streamer, expert_counts
 from engine.moe.cost import LayerPlan, plan_layer, ring_slots, streams
+from engine.moe.device_state import floor_of
 
 
 class ExpertPass:
@@ -33,7 +34,7 @@ class ExpertPass:
         self._flops = flops
         place = pool.device.torch_device
         self._slot_of = torch.full((pool.experts,), -1, dtype=torch.int32, device=place)
-        self._work = torch.zeros(max(1, min(pool.experts, pool.slots)), 2, dtype=torch.int32, device=place)
+        self._work = torch.zeros(max(1, min(pool.experts, pool.room)), 2, dtype=torch.int32, device=place)
         self._counts = pool.device.pinned(pool.experts, dtype=torch.int32)
         self._plans: list[LayerPlan] = []
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
@@ -131,7 +132,8 @@ class ExpertPass:
         quota = None if table is None else self._tables.get(table)
         if table is not None and quota is None:
             quota = self._tables[table] = torch.tensor(table, dtype=torch.int32).to(pool.device.torch_device)
-        for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, pool.state.floor)):
+        floor = floor_of(pool.slots, pool.layers)
+        for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, floor)):
             tape = Tape()
             args = (pool.state, layer, ids, pool.slots, quota, turn == 0, self._slot_of, there, self._work, pool.counts)
             tape.add(lambda args=args: ops.union(*args))

@@ -15,6 +15,9 @@ from engine import budget
 from engine.config import EngineConfig, Machine
 from engine.device.base import Device
 from engine.device.host import HostDevice
+from engine.elastic.boundary import Divided
+from engine.elastic.memory import ElasticMemory, FixedMemory, Memory
+from engine.elastic.plan import Bounds, Sizes, chunk_size
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
 from engine.gpu import calibrate
 from engine.gpu.experts import ExpertPool
@@ -43,11 +46,12 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """config: with every size decided. lines: what was decided and why, for people."""
+    """config: with every size decided. lines: what was decided and why, for people. divided: memory that can change hands."""
 
     model: GpuModel
     config: EngineConfig
     lines: tuple[str, ...]
+    divided: Divided
 
 
 def open_device(config: EngineConfig) -> Device:
@@ -92,7 +96,7 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
     memory = device.memory()
     allowed = budget.vram_budget(memory.free, memory.total, config.vram_bytes)
     dense = device_bytes(decoder)
-    max_context = spec.max_context if config.max_context == "auto" else min(config.max_context, spec.max_context)
+    max_context = context_limit(spec, config)
     tokens = budget.pass_tokens(allowed, pass_token_bytes(spec), max_context)
     if config.pass_tokens is not None:
         tokens = config.pass_tokens
@@ -132,15 +136,27 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         pool = None
         if bank is not None and sizes.slots < experts:
             bank.pin(device, config.pin_bytes, lambda done, what: tell(0.75 + 0.15 * done, what))
+        divided = Sizes(sizes.slots, sizes.pages)
+        shared = reserve(device, spec, config, divided, bank, budget.vram_budget(memory.total, memory.total, config.vram_bytes))
         if bank is not None:
-            record = torch.zeros(sizes.slots, bank.record.nbytes, dtype=torch.uint8, device=device.torch_device)
             per_layer = experts // len(moe_layers(decoder))
             rates = ASSUMED
             if sizes.slots < experts:
                 tell(0.9, "measuring link and CPU")
                 rates = find_rates(device, ops, bank, config)
             mode = config.expert_mode
-            pool = ExpertPool(device, bank, record, per_layer, spec.top_k, config.max_rows, config.slot_policy, rates, mode)
+            pool = ExpertPool(
+                device,
+                bank,
+                shared.slots,
+                per_layer,
+                spec.top_k,
+                config.max_rows,
+                config.slot_policy,
+                rates,
+                mode,
+                sizes.slots,
+            )
             moved = replace(moved, spec=replace(moved.spec, slots=None if pool.resident else pool.slots))
     except torch.OutOfMemoryError as error:
         free = device.memory().free
@@ -154,9 +170,49 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         max_context=sizes.max_context,
         pass_tokens=tokens,
         chunk_rows=chunk,
+        memory=shared,
     )
     lines = _lines(device, memory.free, memory.total, allowed, config, dense, workspace, bank, pool, sizes, tokens, spec)
-    return PlacedModel(model, decided, lines)
+    return PlacedModel(model, decided, lines, Divided(shared, divided, pool, device))
+
+
+def reserve(
+    device: Device, spec: ModelSpec, config: EngineConfig, sizes: Sizes, bank: HostBank | None, most_bytes: int
+) -> Memory:
+    """Memory for slots and pages, able to change hands where device and settings let it. most_bytes: what they could have if
+    nobody else used the device. Raises OutOfDeviceMemory."""
+    record = 0 if bank is None else bank.record.nbytes
+    page = config.page_size * budget.kv_token_bytes(spec)
+    try:
+        if config.elastic == "off":
+            raise Unsupported("engine.elastic is off")
+        virtual = device.virtual()
+    except Unsupported as error:
+        log.info("slots and pages keep their memory reason=%s", error)
+        bounds = Bounds(record, page, 1, min(sizes.slots, max(1, spec.top_k)), sizes.slots, 1, sizes.pages)
+        return FixedMemory(device, bounds, str(error))
+    chunk = chunk_size(virtual.granularity, record or page)
+    resident = bank is not None and sizes.slots >= bank.rows
+    most_slots = sizes.slots
+    if bank is not None and config.slots == "auto":
+        most_slots = max(sizes.slots, min(bank.rows, most_bytes // record))
+    most_pages = max(sizes.pages, config.max_rows * -(-context_limit(spec, config) // config.page_size))
+    if page:
+        most_pages = max(sizes.pages, min(most_pages, most_bytes // page))
+    bounds = Bounds(
+        record_bytes=record,
+        page_bytes=page,
+        chunk_bytes=chunk,
+        least_slots=sizes.slots if resident else min(sizes.slots, max(1, spec.top_k)),
+        most_slots=most_slots,
+        least_pages=min(sizes.pages, -(-context_limit(spec, config) // config.page_size)),
+        most_pages=most_pages,
+    )
+    return ElasticMemory(device, virtual, bounds, sizes)
+
+
+def context_limit(spec: ModelSpec, config: EngineConfig) -> int:
+    return spec.max_context if config.max_context == "auto" else min(config.max_context, spec.max_context)
 
 
 def find_rates(device: Device, ops: ModuleType, bank: HostBank, config: EngineConfig) -> Rates:
@@ -234,11 +290,10 @@ def _lines(
         + (f", {config.max_rows + sizes.snapshot_rows} recurrent states" if budget.state_row_bytes(spec) else "")
     )
     if bank is not None and pool is not None:
-        share = (
-            f"{pool.slots} of {bank.rows} experts ({100 * pool.slots // bank.rows}%, {_gb(pool.memory.numel())}) on the device"
-        )
+        size = _gb(pool.slots * bank.record.nbytes)
+        share = f"{pool.slots} of {bank.rows} experts ({100 * pool.slots // bank.rows}%, {size}) on the device"
         if pool.resident:
-            lines.append(f"experts: all {bank.rows} on the device ({_gb(pool.memory.numel())})")
+            lines.append(f"experts: all {bank.rows} on the device ({_gb(bank.rows * bank.record.nbytes)})")
         else:
             rates = pool.split.rates
             known = "assumed" if rates == ASSUMED else "measured"

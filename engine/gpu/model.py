@@ -16,6 +16,7 @@ import torch
 from engine.attention.base import Attention
 from engine.batch import ForwardBatch, SeqSlice
 from engine.device.base import Device, Graph
+from engine.elastic.memory import Memory
 from engine.errors import DeviceError
 from engine.gpu.decode import Buffers, DecodeStep
 from engine.gpu.experts import ExpertPool
@@ -31,7 +32,7 @@ class GpuModel:
     """See models/base.Model. Bound to the first pools that it is given: graphs hold their addresses.
 
     decoder: on the device. experts: None for a model without MoE layers. max_rows: most sequences of a decode step.
-    pass_tokens: most tokens of one pass; chunk_rows: of one of its chunks.
+    pass_tokens: most tokens of one pass; chunk_rows: of one of its chunks. memory: where slots and pages lie, closed with it.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class GpuModel:
         max_context: int,
         pass_tokens: int,
         chunk_rows: int,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory
         self._decoder, self.device, self._ops, self.experts = decoder, device, ops, experts
         self._max_context = max_context
         place = device.torch_device
@@ -203,10 +206,13 @@ class GpuModel:
             self.experts.check()
 
     def close(self) -> None:
-        """Wait for the device and give back pinned memory and threads."""
+        """Wait for the device and give back pinned memory, threads, slots and pages."""
         self.device.synchronize()
         if self.experts is not None:
             self.experts.close()
+        if self._memory is not None:
+            self._graphs.clear()
+            self._memory.close()
 
 
 @contextmanager

@@ -47,9 +47,13 @@ class DeviceKvPools(KvPools):
         self.memory[torch.from_numpy(pages).long().to(self.memory.device)] = value
 
     def move(self, sources: np.ndarray, dests: np.ndarray) -> None:
-        """Copy whole pages to other, distinct ones."""
+        """Copy whole pages to other, distinct ones, a few at a time."""
         place = self.memory.device
-        self.memory[torch.from_numpy(dests).long().to(place)] = self.memory[torch.from_numpy(sources).long().to(place)]
+        at_once = max(1, self._tokens_at_once // self.page_size)
+        for first in range(0, len(sources), at_once):
+            part = slice(first, first + at_once)
+            dest = torch.from_numpy(dests[part]).long().to(place)
+            self.memory[dest] = self.memory[torch.from_numpy(sources[part]).long().to(place)]
 
     def read(self, pages: np.ndarray, start: int, stop: int) -> np.ndarray:
         out = torch.empty(stop - start, self.token_bytes, dtype=torch.uint8)
@@ -102,11 +106,14 @@ class DeviceRecurrentPools(RecurrentPools):
 
 
 def device_pools(
-    spec: ModelSpec, pages: int, page_size: int, rows: int, device: torch.device
+    spec: ModelSpec, pages: int, page_size: int, rows: int, device: torch.device, memory: torch.Tensor | None = None
 ) -> tuple[DeviceKvPools, DeviceRecurrentPools]:
-    """Both. Raises OutOfDeviceMemory."""
+    """Both. memory: uint8, for the keys and values of all pages. Raises OutOfDeviceMemory."""
     try:
-        return DeviceKvPools(spec, pages, page_size, device), DeviceRecurrentPools(spec, rows, device)
+        if memory is not None:
+            shape = (pages, 2 * len(spec.attention_layers), page_size, spec.kv_heads, spec.head_dim)
+            memory = memory.to(device).view(spec.dtype).view(shape)
+        return DeviceKvPools(spec, pages, page_size, device, memory), DeviceRecurrentPools(spec, rows, device)
     except torch.OutOfMemoryError as error:
         needed = pages * page_size * kv_token_bytes(spec) + rows * state_row_bytes(spec)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -24,6 +24,10 @@ class Loading:
         """What is left, last first."""
         self._components = [] if row == NO_ROW else list(snapshot.state)[::-1]
 
+    def rename(self, renamed: np.ndarray) -> None:
+        """Pages have moved: renamed[old id] is the new one."""
+        self._pages = renamed[self._pages]
+
     def advance(self, limit: int) -> int:
         """Copy about `limit` bytes (> 0), at least one token or component; bytes copied."""
         copied = 0

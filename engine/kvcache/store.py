@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.elastic.plan import page_moves
 from engine.errors import OutOfPages, OutOfRows, UnknownHold
 from engine.kvcache.allocator import RefAllocator
-from engine.kvcache.device import device_pools
+from engine.kvcache.device import DeviceKvPools, device_pools
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.kvcache.table import PageTable
@@ -54,16 +55,19 @@ class StateStore:
         rows: int,
         poison: bool = False,
         device: torch.device | None = None,
+        room: int | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """device: where the pools lie; None = host memory, laid out for the CPU kernels."""
+        """device: where the pools lie; None = host memory, laid out for the CPU kernels. room: pages that there may be later,
+        with memory, uint8, for their keys and values; the bytes of pages that there are not yet are not touched."""
         self.page_size = page_size
         self.recurrent = bool(spec.delta_layers)
         rows = rows if self.recurrent else 0
         if device is None:
             self.kv, self.states = KvPools(spec, pages, page_size), RecurrentPools(spec, rows)
         else:
-            self.kv, self.states = device_pools(spec, pages, page_size, rows, device)
-        self.pages = RefAllocator(pages, OutOfPages)
+            self.kv, self.states = device_pools(spec, pages if room is None else room, page_size, rows, device, memory)
+        self.pages = RefAllocator(pages, OutOfPages, room)
         self.rows = RefAllocator(rows, OutOfRows)
         self.holds: dict[HoldId, Held] = {}
         self.layout = StateLayout(self.kv.token_bytes, self.states.components if rows else (), spec.vocab_size)
@@ -107,6 +111,34 @@ class StateStore:
         freed = self.pages.release(pages)
         if self._poison and len(freed):
             self.kv.fill(freed, float("nan"))
+
+    # ── more pages and fewer ────────────────────────────────────────────────────────────────────────────────────────
+
+    def leave_pages(self, keep: int) -> np.ndarray | None:
+        """Use only the first `keep` pages from now on. What lies behind them moves to free ones before, in the pool and in all
+        holds. Returns the new id of every page, for whoever else has ids, None if nothing moved.
+
+        Raises OutOfPages, changing nothing, if there are too few free ones.
+        """
+        sources, dests = page_moves(self.pages.refs, keep)
+        renamed = None
+        if len(sources):
+            assert isinstance(self.kv, DeviceKvPools)
+            self.kv.move(sources, dests)
+            renamed = np.arange(len(self.pages.refs), dtype=np.int32)
+            renamed[sources] = dests
+            for held in self.holds.values():
+                held.pages = renamed[held.pages]
+            self.pages.move(sources, dests)
+        self.pages.resize(keep)
+        return renamed
+
+    def enter_pages(self, pages: int) -> None:
+        """Use so many pages from now on; the memory of the new ones is there."""
+        before = self.pages.total
+        self.pages.resize(pages)
+        if self._poison:
+            self.kv.fill(np.arange(before, pages), float("nan"))
 
     # ── recurrent rows ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +226,7 @@ class StateStore:
         """Bytes of all holds, shared pages once."""
         if not self.holds:
             return 0
-        used = np.zeros(self.pages.total, dtype=bool)
+        used = np.zeros(len(self.pages.refs), dtype=bool)
         for held in self.holds.values():
             used[held.pages] = True
         return self.bytes_of(int(np.count_nonzero(used)), sum(held.row != NO_ROW for held in self.holds.values()))

@@ -39,6 +39,10 @@ class PageTable:
         self._ids[self.count : count] = pages
         self.count = count
 
+    def rename(self, renamed: np.ndarray) -> None:
+        """Pages have moved: renamed[old id] is the new one. Views follow."""
+        self._ids[: self.count] = renamed[self._ids[: self.count]]
+
     def replace_tail(self, page: int) -> None:
         self._ids[self.count - 1] = page
         self.borrowed_tail = False

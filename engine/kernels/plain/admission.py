@@ -151,10 +151,8 @@ def _victim(state: SlotState, active: set[int], layer: int, taken: set[int]) -> 
         heat = state.heat.tolist()
         return min(usable, key=lambda s: (heat[s] >> min((step - last[s]) // 64, 31), last[s], s))
     if state.policy == "lru_floor":
-        residents = state.residents.tolist()
-        usable = [
-            s for s in usable if owners[s] // state.experts == layer or residents[owners[s] // state.experts] > state.floor
-        ]
+        residents, floor = state.residents.tolist(), int(state.floor)
+        usable = [s for s in usable if owners[s] // state.experts == layer or residents[owners[s] // state.experts] > floor]
     return min(usable, key=lambda s: (last[s], s)) if usable else NONE
 
 

@@ -71,13 +71,14 @@ def _take(
         key = tl.where(eligible, key, _NEVER)
         aged = tl.where(free, -1, _aged(tl.load(heat + s, mask=s < slots, other=0), now - use))
         left = tl.load(residents + every, mask=every < layers, other=0)
+        kept = tl.load(floor)
         crowd = tl.load(residents + home, mask=owned, other=0)
         tl.debug_barrier()
         going = 1
         while (done < wanted) & (going > 0):
             best = key
             if POLICY == 1:
-                best = tl.where(free | (home == layer) | (crowd > floor), key, _NEVER)
+                best = tl.where(free | (home == layer) | (crowd > kept), key, _NEVER)
             if POLICY == 2:
                 coldest = tl.min(tl.where(key < _NEVER, aged, 2147483647), 0)
                 best = tl.where(aged == coldest, key, _NEVER)
@@ -130,8 +131,8 @@ def _line_up(queue, keys, order, waiting, most, experts, EP: tl.constexpr):
 @triton.jit
 def _admit(
     ids, table, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, queue, keys,
-    resident, fetched, cpu, work, counts,
-    pairs, experts, slots, layers, layer, entries, room, pinned, floor,
+    resident, fetched, cpu, work, counts, floor,
+    pairs, experts, slots, layers, layer, entries, room, pinned,
     POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     e, p, four = tl.arange(0, EP), tl.arange(0, PAIRS), tl.arange(0, 4)
@@ -175,7 +176,7 @@ def _admit(
 @triton.jit
 def _union(
     sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, keys, on_cpu, slot_of, work,
-    counts, table, blocks, experts, slots, layers, layer, limit, entries, pinned, floor,
+    counts, table, floor, blocks, experts, slots, layers, layer, limit, entries, pinned,
     FIRST: tl.constexpr, TABLE: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     e, four = tl.arange(0, EP), tl.arange(0, 4)
@@ -253,9 +254,9 @@ def admit(
     launch(
         _admit, (1,),
         ids, table, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
-        queue, _keys(state, ids), resident, fetched, cpu, work, counts,
+        queue, _keys(state, ids), resident, fetched, cpu, work, counts, state.floor,
         ids.numel(), state.experts, len(state.id_of_slot), state.layers, layer, len(table), len(work), state.pinned_ids,
-        state.floor, PAIRS=_ADMIT_PAIRS, **_shape(state),
+        PAIRS=_ADMIT_PAIRS, **_shape(state),
     )  # fmt: skip
 
 
@@ -290,8 +291,8 @@ def union(
         _union, (1,),
         sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
         state.round_ids, state.round_left, _keys(state, ids), on_cpu, slot_of, work, counts,
-        given, blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)), len(given),
-        state.pinned_ids, state.floor, FIRST=first, TABLE=table is not None, **shape,
+        given, state.floor, blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)),
+        len(given), state.pinned_ids, FIRST=first, TABLE=table is not None, **shape,
     )  # fmt: skip
     if first:
         launch(_mark_cpu, (triton.cdiv(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)

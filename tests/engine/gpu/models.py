@@ -1,5 +1,5 @@
-"""What tests of the offloaded engine share: tiny checkpoints, both backends over the same weights, and the slots'
-fingerprints."""
+"""What tests of the offloaded engine share: tiny checkpoints, both backends over the same weights, whole engines, and the
+slots' fingerprints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.gpu.experts import ExpertPool
 from engine.gpu.model import GpuModel
 from engine.models.base import Model, ModelSpec
@@ -50,6 +52,41 @@ def offloaded(where: Path, device: str = "host", **options: Any) -> Iterator[Gpu
         yield model
     finally:
         model.close()
+
+
+@contextmanager
+def engine_on(directory: Path, device: str = "host", **changes: Any) -> Iterator[Engine]:
+    """A whole engine, poisoned."""
+    fields: dict[str, Any] = {
+        "model_dir": directory,
+        "backend": "cuda",
+        "threads": 1,
+        "page_size": 16,
+        "pass_tokens": 64,
+        "kv_tokens": 2048,
+        "snapshot_rows": 16,
+        "max_rows": 6,
+        "vram_bytes": 1 << 28,
+        "poison_freed": True,
+        "host_device": device == "host",
+        "host_seed": 5,
+    }
+    engine = Engine.load(EngineConfig(**(fields | changes)))
+    model = engine.model
+    assert isinstance(model, GpuModel)
+    try:
+        yield engine
+    finally:
+        model.close()
+
+
+def golden(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+    """What transformers generates greedily."""
+    tokens = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(ids) :]
 
 
 def device_pools(model: GpuModel, **sizes: int) -> Pools:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
-from engine.gpu.model import GpuModel
 from engine.moe.cost import ASSUMED
 from engine.types import SamplingParams
 from tests.engine.checkpoints import make, save
-from tests.engine.gpu.models import DEVICES, TYPES, check_slots
+from tests.engine.gpu.models import DEVICES, TYPES, check_slots, engine_on, golden
 from tests.engine.helpers import Log, prompt, release_all, request, run
 
 NEW = 12
@@ -28,39 +26,6 @@ NEW = 12
 def checkpoint(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     model = make(request.param)
     return save(model, tmp_path_factory.mktemp(request.param)), model
-
-
-@contextmanager
-def engine_on(directory: Path, device: str = "host", **changes: Any):
-    fields: dict[str, Any] = {
-        "model_dir": directory,
-        "backend": "cuda",
-        "threads": 1,
-        "page_size": 16,
-        "pass_tokens": 64,
-        "kv_tokens": 2048,
-        "snapshot_rows": 16,
-        "max_rows": 6,
-        "vram_bytes": 1 << 28,
-        "poison_freed": True,
-        "host_device": device == "host",
-        "host_seed": 5,
-    }
-    engine = Engine.load(EngineConfig(**(fields | changes)))
-    model = engine.model
-    assert isinstance(model, GpuModel)
-    try:
-        yield engine
-    finally:
-        model.close()
-
-
-def golden(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    tokens = list(ids)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(ids) :]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -42,10 +42,11 @@ class State:
     totals: torch.Tensor = field(init=False)
     round_ids: torch.Tensor = field(init=False)
     round_left: torch.Tensor = field(init=False)
+    floor: torch.Tensor = field(init=False)
     memory: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.floor = self.slots // self.layers // 2
+        self.floor = ints([self.slots // self.layers // 2])
         self.slot_for_id = ints([NONE] * (self.layers * self.experts))
         self.id_of_slot, self.heat = ints([NONE] * self.slots), ints([0] * self.slots)
         self.last_use, self.step = ints([0] * self.slots, torch.int64), ints([0], torch.int64)
