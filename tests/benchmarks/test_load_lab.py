@@ -99,13 +99,18 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
         crowd = Crowd(server.port, seed=3, behaviour=behaviour, most_context=6000, lone_s=lambda size: 10.0)
         return await crowd.open(6, [Turn(0, 0, 80, 12), Turn(0, 0, 600, 5)], per_second=30.0, seconds=2.0)
 
+    async def afterwards() -> list[Asked]:
+        quiet = Crowd(server.port, seed=4, behaviour=Behaviour(), most_context=6000, lone_s=lambda size: 10.0)
+        return await quiet.alone([600, 80], 1, 5)
+
     asked = asyncio.run(run())
     ends = {turn.ends for turn in asked}
     assert len(asked) > 20
     assert ends <= {"completed", "incomplete", "cancelled", "vanished"}, ends
     assert {"incomplete", "cancelled", "vanished"} <= ends
     assert all(turn.predicted is not None for turn in asked if turn.ends == "incomplete")
-    assert any(turn.cached > 64 for turn in asked)
+    first, second = asyncio.run(afterwards())
+    assert second.cached > first.suffix
     counters = settled(server)
     for name in ("turns", "pins", "cache_errors", "release_errors"):
         assert counters[f'agentserve_worker_counter{{name="{name}",worker="demo/0"}}'] == 0, name
