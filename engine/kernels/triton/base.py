@@ -27,9 +27,52 @@ def dot(a, b, total, PRECISION: tl.constexpr):
         return tl.dot(a, b, total, input_precision=PRECISION)
 
 
+class Launches:
+    """Compiled kernels by what their arguments are, so that all but the first launch of a kind skip Triton's own binding, which
+    costs 30 to 60 µs of Python: a short prefill makes hundreds of launches, and the device waits for each.
+
+    Keys are at least as fine as Triton's own (types, alignment of pointers to 16 bytes, integers that are 1, multiples of 16 or
+    wider than 32 bits), so a kernel is never used for arguments that it was not compiled for. One device a process.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+        key = (id(kernel), *map(_kind, args), *options.items())
+        found = self._ready.get(key)
+        if found is None:
+            compiled = kernel[grid](*args, **options)
+            if compiled is not None:
+                rest = kernel.arg_names[len(args) :]
+                if all(name in options for name in rest):
+                    self._ready[key] = compiled, tuple(options[name] for name in rest)
+            return
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+def _kind(value: object) -> object:
+    """What Triton could specialize a kernel by."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if type(value) is int:
+        return value if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31, value >= 2**63)
+    return type(value) if isinstance(value, float) else (type(value), value)
+
+
+_launches = Launches()
+reuse_compiled = not INTERPRETED.value
+"""Whether launches go past Triton's binding. False where nothing is really launched."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
     """kernel[grid](*args, **options); nothing if the grid is empty."""
-    if all(grid):
+    if not all(grid):
+        return
+    if reuse_compiled:
+        _launches(kernel, grid, *args, **options)
+    else:
         kernel[grid](*args, **options)
 
 

@@ -73,6 +73,9 @@ def main() -> None:
         return kernel
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
+    from engine.kernels.triton import base
+
+    base.reuse_compiled = False
     from benchmarks.gpu.kernel_cases import QWEN36, cases
 
     for case in cases(QWEN36, "meta", torch.bfloat16):
