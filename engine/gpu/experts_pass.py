@@ -133,7 +133,7 @@ class ExpertPass:
         if table is not None and quota is None:
             quota = self._tables[table] = torch.tensor(table, dtype=torch.int32).to(pool.device.torch_device)
         floor = floor_of(pool.slots, pool.layers)
-        for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, floor)):
+        for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, floor, ids.numel())):
             tape = Tape()
             args = (pool.state, layer, ids, pool.slots, quota, turn == 0, self._slot_of, there, self._work, pool.counts)
             tape.add(lambda args=args: ops.union(*args))
@@ -187,11 +187,13 @@ class ExpertPass:
         return self._part.flat("offsets", count).view(torch.int32)
 
 
-def union_rounds(experts: int, slots: int, work: int, layers: int, floor: int) -> int:
+def union_rounds(experts: int, slots: int, work: int, layers: int, floor: int, choices: int) -> int:
     """Rounds after which every expert of a layer has been computed, whatever lies in the slots. Integers only.
 
-    The first round may find no victim at all, since what the tokens use already may fill the pool. In a later one nothing is
-    in use, and of the other layers only their floors are out of reach.
+    choices: of all tokens, so that no more experts than these are used. The first round cannot take what they use, and in a
+    small pool that may be everything; in a later one nothing is in use. Floors of the other layers are always out of reach.
     """
-    each = max(1, min(work, slots - (layers - 1) * floor))
-    return 1 + -(-experts // each)
+    used, reach = min(experts, choices), slots - (layers - 1) * floor
+    if used <= min(work, reach):
+        return 1
+    return 1 + -(-used // max(1, min(work, reach)))

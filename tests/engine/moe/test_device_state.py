@@ -115,7 +115,7 @@ def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids
     layer = 1
     table = None if quota is None else torch.tensor([min(m, quota) for m in range(EXPERTS + 1)], dtype=torch.int32)
     resident = {e for e in range(EXPERTS) if state.slot_for_id[layer * EXPERTS + e] >= 0}
-    for turn in range(union_rounds(EXPERTS, slots, width, LAYERS, floor_of(slots, LAYERS))):
+    for turn in range(union_rounds(EXPERTS, slots, width, LAYERS, floor_of(slots, LAYERS), wanted.numel())):
         plain.union(state, layer, wanted, slots, table, turn == 0, slot_of, cpu, work, counts)
         for flat_id, slot in work[: counts[0]].tolist():
             memory[slot] = flat_id
