@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.scheduler.pace import chunk_sizes
 from engine.types import CutReached, Finished, HoldId, PrefillProgress, TokenEvent
+from tests.budget import examples
 from tests.engine.helpers import make_engine, request
 from tests.fakes.hash_model import HashModel, Plain, StagedHashModel, expected_tokens, make_spec
 
@@ -219,5 +220,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(60, 150), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
