@@ -128,7 +128,7 @@ def _line_up(queue, keys, order, waiting, most, experts, EP: tl.constexpr):
     return queued
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "layer"])
 def _admit(
     ids, table, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, queue, keys,
     resident, fetched, cpu, work, counts, floor,
@@ -173,7 +173,7 @@ def _admit(
     tl.store(step, now)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "layer"])
 def _union(
     sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, keys, on_cpu, slot_of, work,
     counts, table, floor, blocks, experts, slots, layers, layer, limit, entries, pinned,
@@ -221,7 +221,7 @@ def _union(
     tl.store(step, now)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _mark_cpu(ids, on_cpu, cpu, pairs, SPAN: tl.constexpr):
     at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     chosen = tl.load(ids + at, mask=at < pairs, other=-1)

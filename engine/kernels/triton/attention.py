@@ -21,7 +21,7 @@ from engine.kernels.triton.base import dot, launch, precision, workspace
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "max_pages"])
 def _attend(
     q, k_pool, v_pool, pages, starts, contexts, gate, out, sums, limits, scale, blocks, max_pages,
     q_row, q_head, k_page, v_page, g_row, g_head, o_row,

@@ -1,4 +1,8 @@
-"""What every kernel file uses: launching, a product that means the same interpreted, scratch memory that graphs may keep."""
+"""What every kernel file uses: launching, a product that means the same interpreted, scratch memory that graphs may keep.
+
+Kernels do not specialize by what follows the number of tokens (do_not_specialize): a prompt of another length must not meet the
+compiler.
+"""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def sum_blocks(sums, blocks, experts, EP: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(ids, sums, pairs, experts, EP: tl.constexpr, SPAN: tl.constexpr, PAIRS: tl.constexpr):
     e = tl.arange(0, EP)
     total = _block_count(ids, tl.program_id(0) * SPAN, pairs, EP, SPAN, PAIRS)
     tl.store(sums + tl.program_id(0) * experts + e, total, mask=e < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks"])
 def _place(
     ids, sums, order, offsets, pairs, experts, blocks,
     ALONE: tl.constexpr, EP: tl.constexpr, SPAN: tl.constexpr, PAIRS: tl.constexpr,

@@ -19,7 +19,7 @@ from engine.kernels.triton import config
 from engine.kernels.triton.base import dot, launch, precision, workspace
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _tiles(offsets, slot_of, tiles, experts, most, EP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):
     """tiles[i] = (slot, first place in the order, rows) of each block of rows; slot −1 behind the last."""
     e, t = tl.arange(0, EP), tl.program_id(0) * SPAN + tl.arange(0, SPAN)

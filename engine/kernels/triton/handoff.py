@@ -76,7 +76,7 @@ def _stamp(clock, counts, host_ns, BEGIN: tl.constexpr):
         tl.store(clock + 1, records, mask=fetched > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "tokens", "pairs"])
 def _publish(
     x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights, layer, tokens, hidden, pairs, x_row, b_row,
     COPY: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,

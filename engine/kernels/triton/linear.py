@@ -33,7 +33,7 @@ def _gemv(x, weight, bias, out, n, w_row, K: tl.constexpr, BIAS: tl.constexpr, C
     tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _matmul(
     x, weight, bias, out, m, n, k, x_row, w_row, o_row,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,

@@ -29,7 +29,7 @@ def _add_norm(residual, delta, weight, out, eps, n, r_row, d_row, o_row, ADD: tl
     tl.store(out + row * o_row + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gated_norm(
     x, gate, weight, out, eps, tokens, heads, n, x_row, x_head, g_row, g_head, o_row, o_head,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

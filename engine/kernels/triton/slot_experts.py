@@ -76,7 +76,7 @@ def _members(ids, slot, token, tokens, TOP_K: tl.constexpr, KP: tl.constexpr):
     return tl.max(tl.where((chosen == slot) & (chosen >= 0), pair, -1), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gate_up_few(
     x, ids, gate_up, inner, leaders, tokens, inter, hidden, x_row, slot_stride, row_stride, i_row,
     TOP_K: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -111,7 +111,7 @@ def _gate_up_few(
     tl.store(inner + pair.to(tl.int64)[:, None] * i_row + n[None, :], y, mask=(pair >= 0)[:, None] & (n < inter)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _down_few(
     ids, weights, leaders, down, inner, out, tokens, hidden, slot_stride, row_stride, i_row, o_row,
     INTER: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
