@@ -76,6 +76,8 @@ class EngineConfig:
     pin_bytes: most host memory that is pinned for the experts; None = all of them, as far as the system allows.
     pass_tokens: prompt tokens that go through the layers together; takes the place of chunk_tokens and step_tokens there. None
     = 16384 or what a sixteenth of the device's memory holds.
+    rehearse_tokens: longest of the prompts that a CUDA device computes before the engine is ready, so that no request waits for
+    a compiler; 0 = none.
     elastic: whether expert slots and KV pages may trade memory while serving: "auto" = the engine does it by itself, "manual" =
     only when it is told to, "off" = each keeps its own.
     expert_mode: how decode misses are divided; "auto" = hybrid, fetch or cpu by what is seen to be fastest.
@@ -108,6 +110,7 @@ class EngineConfig:
     pin_bytes: int | None = None
     pass_tokens: int | None = None
     expert_mode: Literal["auto", "hybrid", "fetch", "cpu"] = "auto"
+    rehearse_tokens: int = 4096
     elastic: Literal["auto", "manual", "off"] = "auto"
     rates: Path | None = None
     kernels: Literal["triton", "plain"] | None = None
@@ -124,7 +127,7 @@ class EngineConfig:
                 raise InvalidRequest(name, value, 'an integer ≥ 1 or "auto"')
         if self.decode_gap_ms < 0:
             raise InvalidRequest("decode_gap_ms", self.decode_gap_ms, "an integer ≥ 0")
-        for name, least in (("vram_bytes", 1), ("pin_bytes", 0), ("pass_tokens", 1)):
+        for name, least in (("vram_bytes", 1), ("pin_bytes", 0), ("pass_tokens", 1), ("rehearse_tokens", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidRequest(name, value, f"an integer ≥ {least}")

@@ -84,6 +84,10 @@ class Engine:
             tell(0.95, "compiling kernels and capturing graphs")
             with torch.inference_mode():
                 loaded.model.warm_up(engine.store.kv, engine.store.states)
+            if loaded.device is not None and loaded.device.type == "cuda" and config.rehearse_tokens:
+                tell(0.97, "compiling kernels for prompts (the first start on a machine takes a minute)")
+                kv_tokens = engine.store.pages.total * engine.store.page_size
+                loaded.model.rehearse(engine.store.kv, engine.store.states, min(config.rehearse_tokens, kv_tokens))
         tell(1.0, "ready")
         return engine
 

@@ -27,6 +27,9 @@ from engine.models.base import KvPools, Logits, ModelSpec, RecurrentPools
 from engine.models.decoder import Decoder
 from engine.moe.layer import Moe
 
+REHEARSED = (2, 4, 8, 12, 24, 48, 96, 192, 384, 768, 1536)
+"""Prompts between which no kernel is chosen anew but by the way that experts come."""
+
 
 class GpuModel:
     """See models/base.Model. Bound to the first pools that it is given: graphs hold their addresses.
@@ -129,6 +132,15 @@ class GpuModel:
         for size in self._sizes:
             for fetching in kinds:
                 self._graph(size, fetching)
+
+    def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
+        """See models/base.Staged."""
+        most = min(tokens, self._pass_buffers.rows, self._max_context)
+        for length in sorted({size for size in REHEARSED if size < most} | ({most} if most > 1 else set())):
+            pages = torch.arange(-(-length // kv.page_size), dtype=torch.int32)
+            seq = SeqSlice(0, length, 0, pages, 0 if states.delta else -1, True)
+            ids = torch.arange(length) % self.spec.vocab_size
+            self.forward(ForwardBatch(ids, torch.arange(length), (seq,), torch.tensor([length - 1])), kv, states)
 
     def _graph(self, rows: int, fetching: bool) -> tuple[Graph, torch.Tensor]:
         """Of the least size ≥ rows. fetching: whether misses may be fetched."""

@@ -125,6 +125,11 @@ class Staged(Protocol):
         """Do now what the first step in these pools would do once. Changes no state."""
         ...
 
+    def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
+        """Compute prompts of up to so many tokens, for what only a prompt's first time costs. Writes the first pages and state
+        rows: before any request."""
+        ...
+
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:
         """Begin a pass. Until it is over or abandoned, forward() may run other sequences."""
         ...

@@ -67,6 +67,7 @@ def engine_on(directory: Path, device: str = "host", **changes: Any) -> Iterator
         "snapshot_rows": 16,
         "max_rows": 6,
         "vram_bytes": 1 << 28,
+        "rehearse_tokens": 0,
         "poison_freed": True,
         "host_device": device == "host",
         "host_seed": 5,

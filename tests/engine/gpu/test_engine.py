@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
+from engine.gpu.model import GpuModel
 from engine.moe.cost import ASSUMED
 from engine.types import SamplingParams
 from tests.engine.checkpoints import make, save
@@ -86,6 +87,22 @@ def test_tokens_are_drawn_from_logits_on_the_device(checkpoint):
 @contextmanager
 def reference_engine(directory: Path):
     yield Engine.load(EngineConfig(model_dir=directory, backend="reference", page_size=16, kv_tokens=2048, snapshot_rows=16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rehearsed_prompts_leave_nothing_that_a_request_could_see(checkpoint, device):
+    directory, model = checkpoint
+    ids = prompt(3, 90)
+    with engine_on(directory, device, slots=6, pass_tokens=48) as engine:
+        offloaded = engine.model
+        assert isinstance(offloaded, GpuModel)
+        before = dict(offloaded.expert_pass.ways)  # type: ignore[union-attr]
+        offloaded.rehearse(engine.store.kv, engine.store.states, 4096)
+        assert offloaded.expert_pass.ways != before  # type: ignore[union-attr]
+        engine.submit(request("a", ids, NEW))
+        assert run(engine).tokens["a"] == golden(model, ids, NEW)
+        check_slots(offloaded.experts)  # type: ignore[arg-type]
+        release_all(engine)
 
 
 def test_a_failed_executor_ends_the_requests_and_says_why(checkpoint, monkeypatch):
