@@ -30,6 +30,7 @@ class DecodeTables:
         self.best = device.pinned(rows, dtype=torch.int32)
         self._host, self._host_pages = self._pinned.numpy(), self._pinned_pages.numpy()
         self._known = [0] * rows
+        self._filled = rows
         self._device = torch.full((4, rows), -1, dtype=torch.int32, device=place)
         self._device[_IDS] = 0
         self.ids, self.contexts = self._device[_IDS], self._device[_CONTEXTS]
@@ -40,16 +41,14 @@ class DecodeTables:
     def fill(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice]) -> None:
         """tokens: int64 [len(seqs)], one for each sequence. The device must be done with the step before."""
         host = self._host
-        host[_IDS] = 0
-        host[1:] = -1
-        host[_IDS, : len(seqs)] = tokens.numpy()
-        for index, seq in enumerate(seqs):
+        for index, (seq, token) in enumerate(zip(seqs, tokens.tolist(), strict=True)):
             page, offset = divmod(seq.context, self.page_size)
             pages = seq.page_table.numpy()
-            host[_CONTEXTS, index] = seq.context
-            host[_SLOTS, index] = int(pages[page]) * self.page_size + offset
-            host[_ROWS, index] = seq.state_row
+            host[:, index] = token, seq.context, int(pages[page]) * self.page_size + offset, seq.state_row
             self._fill_pages(index, pages)
+        host[_IDS, len(seqs) : self._filled] = 0
+        host[_IDS + 1 :, len(seqs) : self._filled] = -1
+        self._filled = len(seqs)
 
     def send(self) -> None:
         """Copy what `fill` wrote to the device: part of a step's graph, so that it costs no launch of its own."""
@@ -57,7 +56,7 @@ class DecodeTables:
 
     def _fill_pages(self, index: int, pages: np.ndarray) -> None:
         have, count = self._host_pages[index], len(pages)
-        if self._known[index] >= count and np.array_equal(have[:count], pages):
+        if self._known[index] >= count and (have[:count] == pages).all():
             return
         have[:count] = pages
         self._known[index] = count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul, truediv
 
 import numpy as np
 
@@ -14,9 +15,9 @@ LEAST_CHUNK = 64
 """Tokens to which a chunk may be shortened for the sake of running answers."""
 KNEE = 64
 """Prefill tokens up to which each may cost more: the first ones of a step pull in most of a layer's experts."""
-_SCALE = np.array((1.0, 1.0, 1 << 12, KNEE, 1 << 9, 1 << 20))
+_SCALE = (1, 1, 1 << 12, KNEE, 1 << 9, 1 << 20)
 """Of the features: the step itself, rows, their context, tokens up to the knee, tokens, pairs."""
-_GUESS = np.array((5_000.0, 5_000.0, 0.0, 16_000.0, 512_000.0, 100_000.0))
+_GUESS = (5_000.0, 5_000.0, 0.0, 16_000.0, 512_000.0, 100_000.0)
 _FORGET = 0.98
 _PRIOR = 0.0001
 """Weight of what was known before, against the steps: enough to decide what they say nothing about, and no more."""
@@ -50,12 +51,12 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._weights = _GUESS.copy()
+        self._weights = _GUESS
         self._seen = [0, 0]
         size = len(_SCALE)
         self._a = np.zeros((2, size, size))
         self._b = np.zeros((2, size))
-        self._unsolved = 0
+        self._noted: tuple[list[tuple[float, ...]], ...] = ([], [])
 
     @property
     def seen(self) -> int:
@@ -69,19 +70,19 @@ class Pace:
         kind = int(work.prefill > 0)
         x = _features(1, work.rows, work.context, min(work.prefill, KNEE), work.prefill, work.pairs)
         if self._seen[kind] >= _TRUSTED:
-            us = min(us, round(_OUTLIER * max(1.0, self._cost(x))))
-        x /= max(us, 1)  # relative error: a decode step counts as much as a long chunk
-        self._a[kind] *= _FORGET
-        self._a[kind] += np.outer(x, x)
-        self._b[kind] *= _FORGET
-        self._b[kind] += x
+            us = min(us, round(_OUTLIER * max(1.0, self._expected(x))))
+        share = 1 / max(us, 1)  # relative error: a decode step counts as much as a long chunk
+        self._noted[kind].append(tuple(share * number for number in x))
         self._seen[kind] += 1
-        self._unsolved += 1
+
+    @property
+    def _unsolved(self) -> int:
+        return len(self._noted[0]) + len(self._noted[1])
 
     def step_us(self, work: Work) -> int:
         """What such a step is expected to take."""
         prefill = work.prefill
-        return round(self._cost(_features(1, work.rows, work.context, min(prefill, KNEE), prefill, work.pairs)))
+        return round(self._expected(_features(1, work.rows, work.context, min(prefill, KNEE), prefill, work.pairs)))
 
     def prefill_us(self, context: int, tokens: int, chunk: int, rows: int = 0, rows_context: int = 0) -> int:
         """Computing `tokens` prompt tokens behind `context`, in steps of `chunk`, beside decoding rows."""
@@ -96,46 +97,59 @@ class Pace:
         last = total - (steps - 1) * chunk
         knees = (steps - 1) * min(chunk, KNEE) + min(last, KNEE)
         back = sum(pairs(context, context + tokens) for context, tokens in prompts)
-        return round(self._cost(_features(steps, steps * rows, steps * rows_context, knees, total, back)))
+        return round(self._expected(_features(steps, steps * rows, steps * rows_context, knees, total, back)))
 
     def known(self) -> list[int]:
         """What was learned, as integers to keep: six weights in ns, then steps seen without and with prefill."""
         if self._unsolved:
             self._solve()
-        return [*(round(float(w) * 1000) for w in self._weights), *self._seen]
+        return [*(round(w * 1000) for w in self._weights), *self._seen]
 
     def recall(self, known: Sequence[int]) -> None:
         """Begin with what `known()` gave. Raises ValueError if it is not such a list."""
         if len(known) != len(_SCALE) + 2 or any(not 0 <= n < 1 << 62 for n in known):
             raise ValueError(f"known: {len(known)} numbers, {len(_SCALE) + 2} integers from 0 are expected")
-        self._weights = np.array(known[: len(_SCALE)]) / 1000
+        self._weights = tuple(number / 1000 for number in known[: len(_SCALE)])
         self._seen = list(known[len(_SCALE) :])
 
-    def _cost(self, x: np.ndarray) -> float:
+    def _expected(self, x: Sequence[float]) -> float:
         # Solving takes as long as ten predictions, and one step among many changes little.
         if self._unsolved >= _SOLVE_EVERY or (self._unsolved and sum(self._seen) <= _TRUSTED):
             self._solve()
-        return float(x @ self._weights)
+        return sum(map(mul, x, self._weights))
 
     def _solve(self) -> None:
         """Ridge towards the weights before; what would be negative is zero."""
-        self._unsolved = 0
+        self._take_notes()
+        before = np.array(self._weights)
         a, b = self._a.sum(0), self._b.sum(0)
-        ridge = _PRIOR * max(float(np.trace(a)) / len(a), 1e-30)
+        ridge = _PRIOR * max(float(a.trace()) / len(a), 1e-30)
+        a.flat[:: len(a) + 1] += ridge
+        b += ridge * before
         keep = np.arange(len(a))
-        found = self._weights
+        found = before
         while len(keep):
-            found = np.linalg.solve(a[np.ix_(keep, keep)] + ridge * np.eye(len(keep)), b[keep] + ridge * self._weights[keep])
+            found = np.linalg.solve(a[keep][:, keep], b[keep])
             if (found >= 0).all():
                 break
             keep = keep[found >= 0]
         weights = np.zeros(len(a))
         weights[keep] = found[: len(keep)]
-        self._weights = weights
+        self._weights = tuple(weights.tolist())
+
+    def _take_notes(self) -> None:
+        """Into the sums, each step that came after another making that count for a little less."""
+        for kind, noted in enumerate(self._noted):
+            if noted:
+                x = np.array(noted)
+                weight = _FORGET ** np.arange(len(noted) - 1, -1, -1.0)
+                self._a[kind] = self._a[kind] * _FORGET ** len(noted) + (x.T * weight) @ x
+                self._b[kind] = self._b[kind] * _FORGET ** len(noted) + weight @ x
+                noted.clear()
 
 
-def _features(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=float) / _SCALE
+def _features(*numbers: int) -> tuple[float, ...]:
+    return tuple(map(truediv, numbers, _SCALE))
 
 
 def chunk_within(limit_us: int, sizes: Sequence[int], cost: Callable[[int], int], waste_eighths: int) -> int:
