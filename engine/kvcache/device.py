@@ -13,6 +13,7 @@ from engine.budget import kv_token_bytes, state_row_bytes
 from engine.errors import OutOfDeviceMemory
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
+from engine.kvcache.staging import Staging
 from engine.models.base import ModelSpec
 
 STAGED_BYTES = 64 << 20
@@ -38,6 +39,7 @@ class DeviceKvPools(KvPools):
         # [pages, 2 · layers, page_size, bytes of one token in one pool]
         self._bytes = memory.view(num_pages, 2 * layers, page_size, -1).view(torch.uint8)
         self.token_bytes = 2 * layers * width
+        self._staging = Staging(memory.device, max(STAGED_BYTES, page_size * self.token_bytes))
         self._tokens_at_once = max(page_size, STAGED_BYTES // max(1, self.token_bytes) // page_size * page_size)
 
     def copy_head(self, source: int, dest: int, rows: int) -> None:
@@ -72,8 +74,7 @@ class DeviceKvPools(KvPools):
         parts = self._bytes.shape[1]
         while at < stop:
             end = min(stop, at // size * size + self._tokens_at_once)
-            # A copy: rows may come from a read-only mapping, which torch refuses to wrap without a warning.
-            staged = torch.from_numpy(np.array(rows[at - start : end - start])).to(self.memory.device)
+            staged = self._staging.send(rows[at - start : end - start])
             tokens = staged.view(end - at, parts, -1)
             positions = np.arange(at, end)
             page = torch.from_numpy(pages[positions // size]).long().to(self.memory.device)
@@ -88,6 +89,7 @@ class DeviceRecurrentPools(RecurrentPools):
     def __init__(self, spec: ModelSpec, rows: int, device: torch.device) -> None:
         self.rows = rows
         self._allocate(spec, device)
+        self._staging = Staging(device, STAGED_BYTES)
         self._rows = {name: pool.flatten(1).view(torch.uint8) for name, pool in self._named.items()}
 
     def fill(self, rows: np.ndarray, value: float) -> None:
@@ -102,7 +104,9 @@ class DeviceRecurrentPools(RecurrentPools):
         return out
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
-        self._rows[name][row].copy_(torch.from_numpy(np.array(source)))
+        place = self._rows[name][row]
+        for first in range(0, len(source), STAGED_BYTES):
+            place[first : first + STAGED_BYTES].copy_(self._staging.send(source[first : first + STAGED_BYTES]))
 
 
 def device_pools(
