@@ -1,6 +1,6 @@
 """Plays requests that were worded by hand, by somebody who had not read the generator, against a live server.
 
-    python -m examples.demo_model.freeform [--set examples/demo_model/freeform/set_a.jsonl …] [--show]
+    python -m examples.demo_model.freeform [--set c …] [--show]
 
 A request counts when the model made exactly the expected calls, with arguments copied right, and its last answer contains what
 the results say (or, for plain talk, it answered without a call). A tool answers only if it is called as expected; any other call
@@ -20,6 +20,16 @@ from agentserve.cli.private_server import private_server
 
 SETS = Path(__file__).parent / "freeform"
 MAX_ROUNDS = 5
+
+
+def set_file(name: str) -> Path:
+    """A set of this folder by its letter, any other file by its path."""
+    ours = SETS / f"set_{name}.jsonl"
+    return ours if ours.is_file() else Path(name)
+
+
+def load(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def same(wanted: Any, got: Any) -> bool:
@@ -97,14 +107,14 @@ def play(socket: AgentSocket, request: dict[str, Any]) -> tuple[bool, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--set", type=Path, nargs="+", default=sorted(SETS.glob("*.jsonl")))
+    parser.add_argument("--set", type=set_file, nargs="+", default=sorted(SETS.glob("*.jsonl")), help="letters or files")
     parser.add_argument("--show", action="store_true", help="print what went wrong")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, private_server(Path(scratch)) as server:
         server.start()
         with AgentSocket(server.target) as socket:
             for file in arguments.set:
-                requests = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+                requests = load(file)
                 right = 0
                 for request in requests:
                     good, happened = play(socket, request)
