@@ -134,7 +134,8 @@ struct Attention {
         int in_page = a.pool.page_size - (k0 + j) % a.pool.page_size;
         int rows = min_int(min_int(8, keys - j), in_page);
         Rows key = RowSource<M>::prepare(k_pool + a.pool.row(task.seq, k0 + j, 0), key_stride, rows, D, rows_scratch);
-        lane_tile<M>(key.data, key.stride, 4, 0, rows, Panels{q, q_panel(D), nv, k_units}, scores + j * kLdBuf);
+        lane_tile<M>({key.data, key.data, key.stride, 4, nullptr, 0, 0}, rows, Panels{q, q_panel(D), nv, k_units}, scores + j * kLdBuf,
+                     kLdBuf, false);
         j += rows;
       }
       V shrink[kMaxVec];
@@ -193,7 +194,7 @@ struct Attention {
     alignas(64) float buf[8 * kLdBuf];
     for (int d = 0; d < a.D; d += 8) {
       int rows = min_int(8, a.D - d);
-      lane_tile<M>(values + d * 4, 4, ptrdiff_t(a.D) * 4, 0, rows, p, buf);
+      lane_tile<M>({values + d * 4, values + d * 4, 4, ptrdiff_t(a.D) * 4, nullptr, 0, 0}, rows, p, buf, kLdBuf, false);
       for (int r = 0; r < rows; ++r)
         for (int v = 0; v < p.count; ++v) {
           float *sum = sums + (d + r) * kLdBuf + v * W;

@@ -60,22 +60,16 @@ static Grouping group_pairs(const ExpertArgs &a) {
   return {groups, pairs, n};
 }
 
-// silu(gate) * up for four rows of each of nv panels. buf: rows 0-3 gate, 4-7 up. Writes h units of rows i0 … i0+3.
-static inline void activate_rows(float *buf, int columns, int rows) {
-  for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < columns; c += W) {
-      float *gate = buf + r * kLdBuf + c;
-      v_store(gate, v_mul(v_silu(v_load(gate)), v_load(gate + 4 * kLdBuf)));
-    }
-}
-static inline void store_hidden(MulF32, const float *buf, int rows, int i0, char *panel) {
-  for (int r = 0; r < rows; ++r) v_store((float *)panel + size_t(i0 + r) * W, v_load(buf + r * kLdBuf));
+// h = silu(gate) * up of `rows` rows into one panel, units of rows i0 …. gate, up: [rows][ld], W tokens of each.
+static inline V hidden(const float *gate, const float *up) { return v_mul(v_silu(v_load(gate)), v_load(up)); }
+static inline void store_hidden(MulF32, const float *gate, const float *up, int ld, int rows, int i0, char *panel) {
+  for (int r = 0; r < rows; ++r) v_store((float *)panel + size_t(i0 + r) * W, hidden(gate + r * ld, up + r * ld));
 }
 #if defined(ASV_HAVE_BF16)
-static inline void store_hidden(MulBF16, const float *buf, int rows, int i0, char *panel) {
+static inline void store_hidden(MulBF16, const float *gate, const float *up, int ld, int rows, int i0, char *panel) {
   for (int r = 0; r < rows; r += 2) {
-    V odd = r + 1 < rows ? v_load(buf + (r + 1) * kLdBuf) : v_zero();
-    v_store_pairs(panel + size_t(i0 + r) / 2 * W * 4, v_load(buf + r * kLdBuf), odd);
+    V odd = r + 1 < rows ? hidden(gate + (r + 1) * ld, up + (r + 1) * ld) : v_zero();
+    v_store_pairs(panel + size_t(i0 + r) / 2 * W * 4, hidden(gate + r * ld, up + r * ld), odd);
   }
 }
 #endif
@@ -123,26 +117,14 @@ struct Experts {
       });
   }
 
-  void gate_up_lanes(const Group &group, int i0, int i1, char *scratch) {
-    alignas(64) float buf[8 * kLdBuf];
-    int k = units<M>(a.H);
-    char *up_scratch = scratch + RowSource<M>::scratch_bytes(4, a.H);
-    for (int i = i0; i < i1; i += 4) {
-      int rows = min_int(4, i1 - i);
-      Rows gate = RowSource<M>::prepare(gate_row(group, i), a.H, rows, a.H, scratch);
-      Rows up = RowSource<M>::prepare(gate_row(group, a.I + i), a.H, rows, a.H, up_scratch);
-      for_panels(group.panels(), [&](int p, int nv) {
-        Panels x = {group.x + p * x_panel, x_panel, nv, k};
-        if (rows == 4) {
-          lane_tile_pair<M>({gate.data, up.data, gate.stride, 4, 4 * gate.stride}, x, buf);
-        } else {
-          lane_tile<M>(gate.data, gate.stride, 4, 0, rows, x, buf);
-          lane_tile<M>(up.data, up.stride, 4, 0, rows, x, buf + 4 * kLdBuf);
-        }
-        activate_rows(buf, nv * W, rows);
-        for (int v = 0; v < nv; ++v) store_hidden(M(), buf + v * W, rows, i, group.h + (p + v) * h_panel);
-      });
-    }
+  // At most kBlock / 2 rows of each matrix.
+  void gate_up_lanes(const Group &group, int i0, int i1, int worker) {
+    int n = i1 - i0, panels = group.panels(), ldsums = panels * W;
+    float *gate = sums_of(worker, panels), *up = gate + n * ptrdiff_t(ldsums);
+    const Run<WT> runs[2] = {{gate_row(group, i0), n}, {gate_row(group, a.I + i0), n}};
+    lane_block<M>(runs, 2, a.H, a.H, group.x, x_panel, panels, gate, ldsums, rows_of(worker));
+    for (int p = 0; p < panels; ++p)
+      store_hidden(M(), gate + p * W, up + p * W, ldsums, n, i0, group.h + p * h_panel);
   }
 
   void add(int pair, int h0, const float *y, int n) {
@@ -162,16 +144,24 @@ struct Experts {
     for (int t = 0; t < tokens; ++t) add(group.first + group.lanes + t, h0, y + t * kBlock, h1 - h0);
   }
 
-  // Panels outside, rows inside: a token's sums are touched once per row block, not once per 8 rows.
-  void down_lanes(const Group &group, int h0, int h1, char *scratch) {
-    alignas(64) float y[kLdBuf * kBlock];
-    int k = units<M>(a.I);
-    Rows w = RowSource<M>::prepare(down_row(group, h0), a.I, h1 - h0, a.I, scratch);
-    for_panels(group.panels(), [&](int p, int nv) {
-      lane_block<M>(w, h1 - h0, Panels{group.h + p * h_panel, h_panel, nv, k}, y);
+  // A token's sums are touched once per block of rows, not once per tile.
+  void down_lanes(const Group &group, int h0, int h1, int worker) {
+    alignas(64) float y[kMaxVec * W * kBlock];
+    int rows = h1 - h0, panels = group.panels(), ldsums = panels * W;
+    float *sums = sums_of(worker, panels);
+    Run<WT> run = {down_row(group, h0), rows};
+    lane_block<M>(&run, 1, a.I, a.I, group.h, h_panel, panels, sums, ldsums, rows_of(worker));
+    for_panels(panels, [&](int p, int nv) {
+      sums_by_token(sums, ldsums, rows, p, nv, y);
       int first = p * W, n = min_int(nv * W, group.lanes - first);
-      for (int t = 0; t < n; ++t) add(group.first + first + t, h0, y + t * kBlock, h1 - h0);
+      for (int t = 0; t < n; ++t) add(group.first + first + t, h0, y + t * kBlock, rows);
     });
+  }
+
+  // A worker's scratch for lane blocks: widened weights, and the sums of kBlock rows.
+  static char *rows_of(int worker) { return (char *)worker_scratch(worker, 0, lane_scratch<M>(kBlock)); }
+  static float *sums_of(int worker, int panels) {
+    return (float *)worker_scratch(worker, 1, size_t(kBlock) * panels * W * sizeof(float));
   }
 
   // Bytes of scratch of one group beyond its weights; `at` may be null to count only.
@@ -203,21 +193,19 @@ struct Experts {
         if (task % max_panels < group.panels()) pack(group, task % max_panels);
       });
     double flops = 2.0 * pairs * a.H * a.I, weights = double(n) * a.H * a.I * sizeof(WT);
-    int i_block = block_rows(size_t(a.H) * 2 * sizeof(WT)), i_tasks = ceil_div(a.I, i_block);
+    int i_block = min_int(kBlock / 2, block_rows(size_t(a.H) * 2 * sizeof(WT))), i_tasks = ceil_div(a.I, i_block);
     parallel(n * i_tasks, estimate_us(flops * 2, weights * 2), [&](int task, int worker) {
       const Group &group = groups[task / i_tasks];
       int i0 = task % i_tasks * i_block, i1 = min_int(a.I, i0 + i_block);
-      if (group.lanes > 0)
-        gate_up_lanes(group, i0, i1, (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(8, a.H)));
+      if (group.lanes > 0) gate_up_lanes(group, i0, i1, worker);
       if (group.lanes < group.count) gate_up_dot(group, i0, i1);
     });
     // Every expert's part of a task is one run through memory: short runs waste what was prefetched behind them.
     int h_block = max_panels > 0 ? kBlock : max_int(32, block_rows(size_t(n) * a.I * sizeof(WT)));
     parallel(ceil_div(a.H, h_block), estimate_us(flops, weights), [&](int task, int worker) {
       int h0 = task * h_block, h1 = min_int(a.H, h0 + h_block);
-      char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(kBlock, a.I));
       for (int i = 0; i < n; ++i) {
-        if (groups[i].lanes > 0) down_lanes(groups[i], h0, h1, scratch);
+        if (groups[i].lanes > 0) down_lanes(groups[i], h0, h1, worker);
         if (groups[i].lanes < groups[i].count) down_dot(groups[i], h0, h1);
       }
     });

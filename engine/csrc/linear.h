@@ -41,7 +41,7 @@ static void linear_dot(const LinearArgs &a) {
 
 template <class M, class XT, class WT>
 static void linear_lanes(const LinearArgs &a, int t_begin, int t_end) {
-  int panels = ceil_div(t_end - t_begin, W), k = units<M>(a.K);
+  int panels = ceil_div(t_end - t_begin, W);
   size_t stride = panel_bytes<M>(a.K);
   char *packed = (char *)shared_scratch(0, stride * panels);
   parallel(panels, panels * double(stride) / 5e3, [&](int p, int) {
@@ -52,12 +52,13 @@ static void linear_lanes(const LinearArgs &a, int t_begin, int t_end) {
   });
   double flops = 2.0 * panels * W * a.N * a.K;
   parallel(ceil_div(a.N, kBlock), estimate_us(flops, 0), [&](int task, int worker) {
-    alignas(64) float y[kLdBuf * kBlock];
-    char *scratch = (char *)worker_scratch(worker, 0, RowSource<M>::scratch_bytes(kBlock, a.K));
-    int n0 = task * kBlock, rows = min_int(kBlock, a.N - n0);
-    Rows w = RowSource<M>::prepare((const WT *)a.w + ptrdiff_t(n0) * a.K, a.K, rows, a.K, scratch);
+    alignas(64) float y[kMaxVec * W * kBlock];
+    int n0 = task * kBlock, rows = min_int(kBlock, a.N - n0), ldsums = panels * W;
+    float *sums = (float *)worker_scratch(worker, 1, size_t(kBlock) * ldsums * sizeof(float));
+    Run<WT> run = {(const WT *)a.w + ptrdiff_t(n0) * a.K, rows};
+    lane_block<M>(&run, 1, a.K, a.K, packed, stride, panels, sums, ldsums, (char *)worker_scratch(worker, 0, lane_scratch<M>(kBlock)));
     for_panels(panels, [&](int p, int nv) {
-      lane_block<M>(w, rows, Panels{packed + p * stride, stride, nv, k}, y);
+      sums_by_token(sums, ldsums, rows, p, nv, y);
       int t0 = t_begin + p * W, n = min_int(nv * W, t_end - t0);
       for (int t = 0; t < n; ++t) a.store(t0 + t, n0, y + t * kBlock, rows);
     });

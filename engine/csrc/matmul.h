@@ -17,6 +17,10 @@ static inline size_t panel_bytes(int k) {
   return size_t(units<M>(k)) * W * 4 + 64;
 }
 
+// Before a loop over an array of accumulators: without it GCC 12 unrolls too late to keep the array in registers, and stores
+// all of it in every round of the inner loop.
+#define ASV_UNROLL _Pragma("GCC unroll 16")
+
 // ---- packing ----
 
 // rows: n (<= W) pointers to K elements. panel: [units][W], absent tokens as zeros.
@@ -92,30 +96,33 @@ struct RowSource<MulBF16> {
 // Keeps the compiler from turning one pointer into several.
 #define ASV_OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-// Rows 0…R/2-1 start at a, the others at b (gate and up rows, or one block split in two), `stride` bytes apart; a row's
-// units are `step` bytes apart. `ahead`: bytes from a block of rows to the block that is wanted next, 0 if that is not in
-// the same stream of contiguous rows. buf: [R][ldbuf] floats.
+// Rows 0…R/2-1 start at a, the others at b (one block split in two), `stride` bytes apart; a row's units are `step` bytes
+// apart. next: memory that is wanted after this tile, one line of each of R rows `next_stride` bytes apart for every 16 units,
+// `next_step` bytes further each time; null if there is none.
 struct RowTile {
   const char *a, *b;
-  ptrdiff_t stride, step, ahead;
+  ptrdiff_t stride, step;
+  const char *next;
+  ptrdiff_t next_stride, next_step;
 };
 
+// buf: [R][ldbuf] floats, written, or with `add` added to.
 template <class M, int R, int NV>
-static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_stride, int k, float *buf, int ldbuf) {
-  constexpr int kHalf = R > 1 ? R / 2 : 1, kLine = 16;  // units per cache line of a row
+static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_stride, int k, float *buf, int ldbuf, bool add) {
+  constexpr int kHalf = R > 1 ? R / 2 : 1, kLine = 16;
   V acc[R][NV];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < NV; ++v) acc[r][v] = v_zero();
+  ASV_UNROLL for (int r = 0; r < R; ++r)
+    ASV_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = add ? v_load(buf + r * ldbuf + v * W) : v_zero();
   // Two moving bases and multiples of the stride: with a pointer per row the compiler runs out of registers and spills
   // an accumulator's operand in the inner loop.
-  const char *a = rows.a, *b = rows.b, *next_a = a + rows.ahead, *next_b = b + rows.ahead;
+  const char *a = rows.a, *b = rows.b, *next = rows.next;
   const ptrdiff_t stride = rows.stride, step = rows.step;
   auto one = [&] {
     typename M::B x[NV];
-    for (int v = 0; v < NV; ++v) x[v] = M::load(panels + v * panel_stride);
-    for (int r = 0; r < R; ++r) {
+    ASV_UNROLL for (int v = 0; v < NV; ++v) x[v] = M::load(panels + v * panel_stride);
+    ASV_UNROLL for (int r = 0; r < R; ++r) {
       typename M::B w = M::broadcast(r < kHalf ? a + r * stride : b + (r - kHalf) * stride);
-      for (int v = 0; v < NV; ++v) acc[r][v] = M::mac(acc[r][v], w, x[v]);
+      ASV_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = M::mac(acc[r][v], w, x[v]);
     }
     panels += W * 4;
     a += step;
@@ -125,18 +132,17 @@ static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_st
   };
   int left = k;
   for (; left >= kLine; left -= kLine) {
-    if (rows.ahead != 0) {
-      for (int r = 0; r < kHalf; ++r, next_a += 64) __builtin_prefetch(next_a, 0, 2);
-      for (int r = kHalf; r < R; ++r, next_b += 64) __builtin_prefetch(next_b, 0, 2);
+    if (next != nullptr) {
+      const char *line = next;
+      ASV_UNROLL for (int r = 0; r < R; ++r, line += rows.next_stride) __builtin_prefetch(line, 0, 2);
+      next += rows.next_step;
     }
     for (int j = 0; j < kLine; ++j) one();
   }
   for (; left > 0; --left) one();
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
+  ASV_UNROLL for (int r = 0; r < R; ++r)
+    ASV_UNROLL for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
 }
-
-constexpr int kLdBuf = kMaxVec * W;  // row stride of a lane tile's result
 
 // The panels of one lane tile.
 struct Panels {
@@ -147,31 +153,27 @@ struct Panels {
 };
 
 template <class M, int R>
-static inline void lane_rows(const RowTile &rows, const Panels &x, float *buf) {
+static inline void lane_rows(const RowTile &rows, const Panels &x, float *buf, int ldbuf, bool add) {
   switch (x.count) {
-    case 1: return lane_kernel<M, R, 1>(rows, x.data, x.stride, x.k, buf, kLdBuf);
-    case 2: return lane_kernel<M, R, 2>(rows, x.data, x.stride, x.k, buf, kLdBuf);
-    default: return lane_kernel<M, R, kMaxVec>(rows, x.data, x.stride, x.k, buf, kLdBuf);
+    case 1: return lane_kernel<M, R, 1>(rows, x.data, x.stride, x.k, buf, ldbuf, add);
+    case 2: return lane_kernel<M, R, 2>(rows, x.data, x.stride, x.k, buf, ldbuf, add);
+    default: return lane_kernel<M, R, kMaxVec>(rows, x.data, x.stride, x.k, buf, ldbuf, add);
   }
 }
 
-// Eight rows, four from each base. buf: [8][kLdBuf].
-template <class M>
-static inline void lane_tile_pair(const RowTile &rows, const Panels &x, float *buf) {
-  if constexpr (kTileRows == 8) {
-    lane_rows<M, 8>(rows, x, buf);
-  } else {
-    ptrdiff_t half = 2 * rows.stride;
-    lane_rows<M, 4>({rows.a, rows.a + half, rows.stride, rows.step, rows.ahead}, x, buf);
-    lane_rows<M, 4>({rows.b, rows.b + half, rows.stride, rows.step, rows.ahead}, x, buf + 4 * kLdBuf);
-  }
-}
+constexpr int kLdBuf = kMaxVec * W;  // row stride of one lane tile's result
 
+// Any number of rows, kTileRows at a time and what is left one by one. buf: [rows][ldbuf].
 template <class M>
-static inline void lane_tile(const char *a, ptrdiff_t stride, ptrdiff_t step, ptrdiff_t ahead, int rows, const Panels &x,
-                             float *buf) {
-  if (rows == 8) return lane_tile_pair<M>({a, a + 4 * stride, stride, step, ahead}, x, buf);
-  for (int r = 0; r < rows; ++r) lane_rows<M, 1>({a + r * stride, a, stride, step, 0}, x, buf + r * kLdBuf);
+static inline void lane_tile(RowTile tile, int rows, const Panels &x, float *buf, int ldbuf, bool add) {
+  for (; rows >= kTileRows; rows -= kTileRows, buf += kTileRows * ptrdiff_t(ldbuf)) {
+    tile.b = tile.a + kTileRows / 2 * tile.stride;
+    lane_rows<M, kTileRows>(tile, x, buf, ldbuf, add);
+    tile.a += kTileRows * tile.stride;
+    if (tile.next != nullptr) tile.next += kTileRows * tile.next_stride;
+  }
+  tile.next = nullptr;
+  for (; rows > 0; --rows, tile.a += tile.stride, buf += ldbuf) lane_rows<M, 1>(tile, x, buf, ldbuf, add);
 }
 
 // Split a count of panels into lane tiles of nearly equal width: body(first, nv).
@@ -186,16 +188,59 @@ static inline void for_panels(int panels, F &&body) {
   }
 }
 
-constexpr int kBlock = 64;  // rows whose results are gathered by token before they leave
+constexpr int kBlock = 64;  // most rows of a lane block
+// K units of a lane block's step: a tile's panels and rows for so many stay in L1 while all tiles of the block use them.
+constexpr int kLaneUnits = W >= 16 ? 128 : 256;
 
-// Rows of weights times one lane tile's panels, token by token. w: rows (<= kBlock) of a block. y: [nv * W][kBlock].
+// Rows of weights that follow each other in memory.
+template <class WT>
+struct Run {
+  const WT *at;
+  int rows;
+};
+
 template <class M>
-static inline void lane_block(const Rows &w, int rows, const Panels &x, float *y) {
-  alignas(64) float buf[8 * kLdBuf];
-  for (int at = 0; at < rows; at += 8) {
-    lane_tile<M>(w.data + at * w.stride, w.stride, 4, 8 * w.stride, min_int(8, rows - at), x, buf);
-    for (int v = 0; v < x.count; ++v) v_transpose_8xW(buf + v * W, kLdBuf, y + v * W * kBlock + at, kBlock);
+static inline size_t lane_scratch(int rows) {
+  return RowSource<M>::scratch_bytes(rows, kLaneUnits * M::kPerUnit);
+}
+
+// sums[r][c] = row r . token c, for the rows of all runs (<= kBlock together) and the tokens of n_panels panels. Step by step
+// along K: then tokens come from L1 for all rows but the first few, weights (of which few are read at a time) from L2, and what
+// the next step needs of them is fetched meanwhile.
+template <class M, class WT>
+static void lane_block(const Run<WT> *runs, int n_runs, ptrdiff_t ld, int k, const char *panels, size_t panel_stride, int n_panels,
+                       float *sums, int ldsums, char *scratch) {
+  constexpr int kStep = kLaneUnits * M::kPerUnit;
+  const ptrdiff_t row_bytes = ld * ptrdiff_t(sizeof(WT));
+  for (int i = 0; i < n_runs; ++i)
+    for (int r = 0; r < runs[i].rows; ++r)
+      for (int byte = 0; byte < min_int(k, kStep) * int(sizeof(WT)); byte += 64)
+        __builtin_prefetch((const char *)(runs[i].at + r * ld) + byte, 0, 2);
+  for (int k0 = 0; k0 < k; k0 += kStep) {
+    int part = min_int(kStep, k - k0);
+    bool more = k0 + kStep < k;
+    Rows rows[2];
+    char *place = scratch;
+    for (int i = 0; i < n_runs; ++i) {
+      rows[i] = RowSource<M>::prepare(runs[i].at + k0, ld, runs[i].rows, part, place);
+      place += RowSource<M>::scratch_bytes(runs[i].rows, part);
+    }
+    for_panels(n_panels, [&](int p, int nv) {
+      Panels x = {panels + p * panel_stride + size_t(k0 / M::kPerUnit) * W * 4, panel_stride, nv, units<M>(part)};
+      float *out = sums + p * W;
+      for (int i = 0; i < n_runs; ++i, out += runs[i - 1].rows * ptrdiff_t(ldsums)) {
+        const char *at = rows[i].data, *next = more && p == 0 ? (const char *)(runs[i].at + k0 + kStep) : nullptr;
+        lane_tile<M>({at, at, rows[i].stride, 4, next, row_bytes, ptrdiff_t(16 * M::kPerUnit * sizeof(WT))}, runs[i].rows, x, out,
+                     ldsums, k0 > 0);
+      }
+    });
   }
+}
+
+// The same sums by token: y[t][r] of one lane tile's nv panels from panel p on. y: [nv * W][kBlock].
+static inline void sums_by_token(const float *sums, int ldsums, int rows, int p, int nv, float *y) {
+  for (int at = 0; at < rows; at += 8)
+    for (int v = p; v < p + nv; ++v) v_transpose_8xW(sums + at * ptrdiff_t(ldsums) + v * W, ldsums, y + (v - p) * W * kBlock + at, kBlock);
 }
 
 // ---- dot tile ----
@@ -223,54 +268,69 @@ struct DotLoad<MulBF16, bf16> {
 };
 #endif
 
-// out[t * ldout + r] = w[r] . x[t] over K elements. `next`: weights that are wanted soon, in the order of memory.
+// out[t * ldout + r] = w[r] . x[t] over K elements. `next`: weights that are wanted soon, in the order of memory, as much of
+// them as `lines` (<= R) of these rows are.
 template <class M, class WT, int R, int T>
-static void dot_kernel(const WT *w, ptrdiff_t ldw, const char *next, const typename M::Elem *const *x, int k, float *out,
-                       int ldout) {
+static void dot_kernel(const WT *w, ptrdiff_t ldw, const char *next, int lines, const typename M::Elem *const *x, int k,
+                       float *out, int ldout) {
   using L = DotLoad<M, WT>;
   constexpr int kStep = W * M::kPerUnit;
+  if constexpr (T == 1) lines = R;
   V acc[R][T];
-  for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) acc[r][t] = v_zero();
+  ASV_UNROLL for (int r = 0; r < R; ++r)
+    ASV_UNROLL for (int t = 0; t < T; ++t) acc[r][t] = v_zero();
   int i = 0;
   for (; i + kStep <= k; i += kStep) {
     typename M::B rows[R];
-    for (int r = 0; r < R; ++r) {
+    ASV_UNROLL for (int r = 0; r < R; ++r) {
       rows[r] = L::w(w + r * ldw + i);
-      __builtin_prefetch(next, 0, 3);
-      next += kStep * sizeof(WT);
+      if (r < lines) {
+        __builtin_prefetch(next, 0, 3);
+        next += kStep * sizeof(WT);
+      }
     }
-    for (int t = 0; t < T; ++t) {
+    ASV_UNROLL for (int t = 0; t < T; ++t) {
       typename M::B v = L::x(x[t] + i);
-      for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
+      ASV_UNROLL for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
     }
   }
   if (i < k) {
     typename M::B rows[R];
-    for (int r = 0; r < R; ++r) rows[r] = L::wn(w + r * ldw + i, k - i);
-    for (int t = 0; t < T; ++t) {
+    ASV_UNROLL for (int r = 0; r < R; ++r) rows[r] = L::wn(w + r * ldw + i, k - i);
+    ASV_UNROLL for (int t = 0; t < T; ++t) {
       typename M::B v = L::xn(x[t] + i, k - i);
-      for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
+      ASV_UNROLL for (int r = 0; r < R; ++r) acc[r][t] = M::mac(acc[r][t], rows[r], v);
     }
   }
-  for (int t = 0; t < T; ++t) {
+  ASV_UNROLL for (int t = 0; t < T; ++t) {
     if constexpr (R == 4)
       v_sum4(acc[0][t], acc[1][t], acc[2][t], acc[3][t], out + t * ldout);
     else
-      for (int r = 0; r < R; ++r) out[t * ldout + r] = v_sum(acc[r][t]);
+      ASV_UNROLL for (int r = 0; r < R; ++r) out[t * ldout + r] = v_sum(acc[r][t]);
   }
 }
 
+// Passes over the same R rows, which the first one brings into L1. What comes after the rows is fetched by all passes alike, so
+// that memory does not rest while there is arithmetic.
 template <class M, class WT, int R>
 static inline void dot_tokens(const WT *w, ptrdiff_t ldw, const char *next, const typename M::Elem *const *x, int tokens,
                               int k, float *out, int ldout) {
-  for (int t = 0; t < tokens; t += kDotChunk, x += kDotChunk, out += kDotChunk * ldout) {
-    switch (min_int(tokens - t, kDotChunk)) {
-      case 1: dot_kernel<M, WT, R, 1>(w, ldw, next, x, k, out, ldout); break;
-      case 2: dot_kernel<M, WT, R, kDotChunk < 2 ? 1 : 2>(w, ldw, next, x, k, out, ldout); break;
-      case 3: dot_kernel<M, WT, R, kDotChunk < 3 ? 1 : 3>(w, ldw, next, x, k, out, ldout); break;
-      default: dot_kernel<M, WT, R, kDotChunk < 4 ? 1 : 4>(w, ldw, next, x, k, out, ldout); break;
+  int passes = ceil_div(tokens, kDotChunk), rows_left = R;
+  for (; passes > 0; --passes) {
+    int n = ceil_div(tokens, passes), lines = ceil_div(rows_left, passes);
+    switch (n) {
+      case 1: dot_kernel<M, WT, R, 1>(w, ldw, next, lines, x, k, out, ldout); break;
+      case 2: dot_kernel<M, WT, R, kDotChunk < 2 ? 1 : 2>(w, ldw, next, lines, x, k, out, ldout); break;
+      case 3: dot_kernel<M, WT, R, kDotChunk < 3 ? 1 : 3>(w, ldw, next, lines, x, k, out, ldout); break;
+      case 4: dot_kernel<M, WT, R, kDotChunk < 4 ? 1 : 4>(w, ldw, next, lines, x, k, out, ldout); break;
+      case 5: dot_kernel<M, WT, R, kDotChunk < 5 ? 1 : 5>(w, ldw, next, lines, x, k, out, ldout); break;
+      default: dot_kernel<M, WT, R, kDotChunk < 6 ? 1 : 6>(w, ldw, next, lines, x, k, out, ldout); break;
     }
+    next += lines * ptrdiff_t(k) * ptrdiff_t(sizeof(WT));
+    rows_left -= lines;
+    tokens -= n;
+    x += n;
+    out += n * ldout;
   }
 }
 

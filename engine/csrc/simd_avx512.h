@@ -3,7 +3,7 @@ using V = __m512;
 constexpr int W = 16;
 constexpr int kTileRows = 8;  // rows of one lane kernel: 8 x 3 vectors of accumulators, 3 of tokens, 1 of weights
 constexpr int kMaxVec = 3;
-constexpr int kDotAcc = 16;   // accumulators of a dot kernel
+constexpr int kDotAcc = 24;   // accumulators of a dot kernel: 4 rows x 6 tokens
 
 static inline __mmask16 mask_n(int n) { return __mmask16((1u << n) - 1); }
 static inline V v_zero() { return _mm512_setzero_ps(); }
