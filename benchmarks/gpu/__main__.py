@@ -65,6 +65,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="streams at once in `decode` (default 1 4)")
     parser.add_argument("--threads", type=int, help="of the CPU executor (default: three of four cores)")
     parser.add_argument("--kernels", choices=("triton", "plain"), help="default: triton on a GPU")
+    parser.add_argument(
+        "--elastic", choices=("manual", "off"), default="manual", help="whether slots and pages lie behind addresses"
+    )
     parser.add_argument("--again", action="store_true", help="forget what is done")
     options = parser.parse_args(arguments)
     if unknown := set(options.stages) - {*STAGES, *BY_NAME}:
@@ -115,6 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
                 host=host,
                 kernels=kernels,
                 threads=threads,
+                elastic=options.elastic,
                 tell=tell,
             )
             try:

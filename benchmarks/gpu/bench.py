@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -175,6 +175,7 @@ class Bench:
         host: bool = False,
         kernels: Any = None,
         threads: int = 1,
+        elastic: Literal["manual", "off"] = "manual",
         tell: Callable[[str], None] = print,
     ) -> None:
         self.shape, self.sizes, self.rates = shape, sizes, rates
@@ -183,6 +184,7 @@ class Bench:
             backend="cuda",
             threads=threads,
             host_device=host,
+            elastic=elastic,
             kernels=kernels,
             page_size=sizes.page_size,
             kv_tokens=sizes.kv_tokens,
