@@ -97,6 +97,8 @@ class Record:
 
     fresh: its turn has not ended, so nobody knows yet what it is worth beside the turn's others; evicted last.
     prefetched: brought to memory for a turn that has not come yet. expected_until: until then it is evicted after others.
+    proven: logits computed from it were finite; until then it does not outlive the process. spoiled: they were not, and it goes
+    when nobody reads it any more.
     """
 
     id: str
@@ -112,6 +114,8 @@ class Record:
     fresh: bool = False
     prefetched: bool = False
     expected_until: float = 0.0
+    proven: bool = True
+    spoiled: bool = False
     pins: set[str] = field(default_factory=set)
     sessions: set[str] = field(default_factory=set)
 

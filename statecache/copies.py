@@ -1,41 +1,58 @@
-"""Bringing checkpoints from the first shelf to the next, one by one. Not thread-safe: StateCache calls it under its lock."""
+"""Bringing checkpoints from the first shelf to the next, one by one: the queue, and the steps of one copy.
+
+What is not proven yet is copied too, because a context that memory cannot hold has nowhere else to go; it is sealed there when
+it is proven, and ends with the process before that. Takes the store's lock where the records are touched; bytes are written
+without it when nobody may wait for them.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-from statecache.blocks import Draft
-from statecache.checkpoint import Record
-from statecache.errors import SegmentBad, TierError
+from statecache.blocks import Block, Draft
+from statecache.checkpoint import Path, Record
+from statecache.errors import SegmentBad, TierError, TierFailed
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staged, Staging
 from statecache.types import BLOCK_TOKENS, Payload
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Copy:
-    """A checkpoint on its way down. payload: views of the upper shelf's bytes, good while the record is in use.
+    """A checkpoint on its way down. seals: segments there that are to be sealed before anything is written.
 
-    staged: what it came from when it is not in the memory tier itself.
+    draft, payload: what is written, views of the upper shelf's bytes, good while the record is in use; None when it is all
+    there and only waits to be sealed. staged: what it came from when it is not in the memory tier itself.
     """
 
     record: Record
-    draft: Draft
-    payload: Payload
+    seals: list[bytes]
+    draft: Draft | None = None
+    payload: Payload | None = None
     staged: Staged | None = None
 
 
 class Copies:
-    """The order is Residency.waiting."""
+    """The order is Residency.waiting. write_behind: see StateCache."""
 
-    def __init__(self, kept: Residency, staging: Staging) -> None:
+    def __init__(self, kept: Residency, staging: Staging, lock: threading.RLock, *, write_behind: bool) -> None:
         self._kept = kept
         self._staging = staging
+        self._lock = lock
+        self._write_behind = write_behind
+        self._copying = threading.RLock()
+
+    # ── the queue ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
-        """Let these be copied to the next shelf, in this order after those that wait already."""
+        """Let these be copied to the next shelf, in this order after those that wait already. Called under the lock."""
         if len(self._kept.shelves) < 2:
             return
         for checkpoint_id in checkpoint_ids:
@@ -43,72 +60,96 @@ class Copies:
                 self._kept.waiting.setdefault(checkpoint_id)
 
     def want_all(self) -> None:
-        """Everything that only the first shelf has, most recently used first."""
+        """Everything that only the first shelf has, most recently used first; what is not proven would be lost there too."""
         upper = [self._kept.records[i] for i in self._kept.shelves[0].holdings]
-        self.want(r.id for r in sorted(upper, key=lambda r: (r.used_at, r.position), reverse=True))
+        self.want(r.id for r in sorted(upper, key=lambda r: (r.used_at, r.position), reverse=True) if r.proven)
 
-    def begin(self) -> Copy | None:
-        """Take the next that waits and make room for it; None when none is left. Ends with end().
+    def prove(self, records: Iterable[Record]) -> bool:
+        """Let what lies below of these outlive the process. Whether some of that is still to be done."""
+        lower, waits = self._kept.shelves[-1], False
+        for record in records:
+            record.proven = True
+            if record.id in lower.holdings and lower.unsealed(record):
+                self._kept.waiting.setdefault(record.id)
+                waits = True
+        return waits
+
+    def copy_one(self) -> int | None:
+        """See StateCache.copy_one."""
+        with self._copying, self._lock if not self._write_behind else nullcontext():
+            with self._lock:
+                shelves = self._kept.shelves
+                copy = None if len(shelves) < 2 or shelves[-1].shrinking else self._begin()
+            if copy is None:
+                return None
+            stored = again = False
+            try:
+                lower = self._kept.shelves[1]
+                lower.seal(copy.seals)
+                if copy.draft is not None and copy.payload is not None:
+                    lower.store(copy.draft, copy.payload)
+                stored = True
+            except TierFailed:
+                again = True
+                raise
+            finally:
+                with self._lock:
+                    written = self._end(copy, stored=stored, again=again)
+            return written
+
+    def write_back(self, max_bytes: int) -> int:
+        """See StateCache.write_back."""
+        written = 0
+        while written < max_bytes:
+            try:
+                count = self.copy_one()
+            except TierError as error:
+                log.info("checkpoint not copied reason=%s", error)
+                if isinstance(error, TierFailed):
+                    break
+                continue
+            if count is None:
+                break
+            written += count
+        return written
+
+    # ── one copy ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> Copy | None:
+        """Take the next that waits and make room for it; None when none is left. Ends with _end().
 
         Raises TierError when it has to be given up; then it does not wait any more.
         """
+        upper, lower = self._kept.shelves[:2]
         while self._kept.waiting:
             checkpoint_id = self._kept.waiting.popitem(last=False)[0]
             staged = self._staging.items.get(checkpoint_id)
             if staged is not None:
                 return self._begin_staged(staged)
             record = self._kept.records.get(checkpoint_id)
-            if record is None or record.id not in self._kept.shelves[0].holdings:
+            if record is None or record.spoiled:
                 continue
-            upper, lower = self._kept.shelves[0], self._kept.shelves[1]
+            if record.id in lower.holdings and not self._lacks_logits(record, lower):
+                seals = lower.unsealed(record) if record.proven else []
+                if seals:  # a segment may go while it is sealed, so nothing is held for it
+                    return Copy(record, seals)
+                continue
+            if record.id not in upper.holdings:
+                continue
             path = upper.path(record)
             record.in_use += 1
             try:
                 tail, stored = lower.stored_blocks(path, self._kept.known_block(lower, path))
-                if record.id in lower.holdings and not self._lacks_logits(record, lower):
-                    record.in_use -= 1
-                    continue
                 payload = upper.read(record, path, first_block=stored)
-                lower.hold(tail)
-                try:
-                    self._kept.make_room(lower, lower.cost(record, path, stored, payload))
-                    return Copy(record, lower.draft(record, path, tail), payload)
-                finally:
-                    lower.drop(tail)
+                return Copy(record, *self._draft(record, path, tail, stored, payload), payload)
             except SegmentBad as error:
                 record.in_use -= 1
-                self._kept.quarantine(upper, error)
+                self._kept.quarantine(upper, error, record)
             except TierError:
                 record.in_use -= 1
                 lower.refused += 1
                 raise
         return None
-
-    def end(self, copy: Copy, *, stored: bool, again: bool = False) -> int:
-        """stored: whether Shelf.store() succeeded; if not, again: it waits at the head of the queue. Returns bytes charged."""
-        lower, record, staged = self._kept.shelves[1], copy.record, copy.staged
-        if staged is None:
-            record.in_use -= 1
-        elif staged is not self._staging.items.get(record.id):
-            stored = again = False  # it was given up in the meantime
-        if not stored:
-            lower.abandon(copy.draft)
-            lower.refused += 1
-            if again:
-                self._kept.waiting[record.id] = None
-                self._kept.waiting.move_to_end(record.id, last=False)
-            elif staged is not None:
-                self._staging.drop(record.id)
-            return 0
-        written = lower.adopt(copy.draft)
-        if staged is not None:
-            self._kept.commit(record, staged.path)
-            for session in staged.sessions:
-                self._kept.join(record, session)
-            self._staging.drop(record.id)
-        for session in record.sessions:
-            self._kept.tell(record, session)
-        return written
 
     def _begin_staged(self, staged: Staged) -> Copy:
         """Raises TierError when what it builds on is not there, or there is no room."""
@@ -118,18 +159,58 @@ class Copies:
             if staged.start > stored * BLOCK_TOKENS:
                 raise TierError(f"what lies before token {staged.start} was not written, or is gone")
             payload = self._staging.payload(staged)
-            lower.hold(tail)
-            try:
-                self._kept.make_room(lower, lower.cost(record, path, stored, payload))
-                draft = lower.draft(record, path, tail)
-            finally:
-                lower.drop(tail)
+            seals, draft = self._draft(record, path, tail, stored, payload)
         except TierError:
             lower.refused += 1
             self._staging.drop(record.id)
             raise
         self._staging.let_go(staged)
-        return Copy(record, draft, payload, staged)
+        return Copy(record, seals, draft, payload, staged)
+
+    def _draft(
+        self, record: Record, path: Path, tail: Block | None, stored: int, payload: Payload
+    ) -> tuple[list[bytes], Draft]:
+        """Make room below for what is missing there behind `tail`: (what to seal first, what to write)."""
+        lower = self._kept.shelves[1]
+        lower.hold(tail)
+        try:
+            self._kept.make_room(lower, lower.cost(record, path, stored, payload))
+            # What outlives the process must not build on what does not.
+            return lower.unsealed_before(tail) if record.proven else [], lower.draft(record, path, tail)
+        finally:
+            lower.drop(tail)
+
+    def _end(self, copy: Copy, *, stored: bool, again: bool) -> int:
+        """stored: whether all of it succeeded; if not, again: it waits at the head of the queue. Returns bytes charged."""
+        lower, record, staged = self._kept.shelves[1], copy.record, copy.staged
+        if staged is None:
+            record.in_use -= copy.draft is not None
+        elif staged is not self._staging.items.get(record.id):
+            stored = again = False  # it was given up in the meantime
+        written = 0
+        if not stored:
+            if copy.draft is not None:
+                lower.abandon(copy.draft)
+                lower.refused += 1
+            if again:
+                self._kept.waiting[record.id] = None
+                self._kept.waiting.move_to_end(record.id, last=False)
+            elif staged is not None:
+                self._staging.drop(record.id)
+        else:
+            if copy.draft is not None:
+                written = lower.adopt(copy.draft)
+            if staged is not None:
+                self._kept.commit(record, staged.path)
+                for session in staged.sessions:
+                    self._kept.join(record, session)
+                self._staging.drop(record.id)
+            if record.proven and record.id in lower.holdings and lower.unsealed(record):
+                self._kept.waiting.setdefault(record.id)  # it was proven while it was written
+            for session in record.sessions:
+                self._kept.tell(record, session)
+        self._kept.go_if_spoiled(record)
+        return written
 
     def _is_below(self, checkpoint_id: str) -> bool:
         record, lower = self._kept.records[checkpoint_id], self._kept.shelves[1]

@@ -84,12 +84,14 @@ class Lookup:
     def release_match(self, match: Match) -> None:
         """See Match.release."""
         with self._lock:
+            record, match.record = match.record, None
             if match.resident is not None:
                 match.resident.readers -= 1
                 match.resident = None
-            elif match.record is not None:
-                match.record.in_use -= 1
-            match.record = None
+            elif record is not None:
+                record.in_use -= 1
+            if record is not None:
+                self._kept.go_if_spoiled(record)
 
     def read_match(self, match: Match, kv_out: np.ndarray | None, stop: Callable[[], bool] | None) -> Payload:
         """See Match.read."""
@@ -115,7 +117,7 @@ class Lookup:
                 return shelf.read(record, path, kv_out, stop=stop)
             except SegmentBad as error:
                 with self._lock:
-                    self._kept.quarantine(shelf, error)
+                    self._kept.quarantine(shelf, error, record)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,7 +126,7 @@ class Lookup:
         evicted_at = 0
         for position, mark in walk.marks(limit):
             record = self._kept.records.get(mark)
-            if record is None:
+            if record is None or record.spoiled:
                 evicted_at = max(evicted_at, position if position < count else 0)
                 continue
             if position == count and not self._kept.has_logits(record):

@@ -110,9 +110,9 @@ class Moves:
                 self.wanted.setdefault(checkpoint_id)
 
     def want_all(self) -> None:
-        """Everything that only the device has, most recently used first."""
+        """Everything proven that only the device has, most recently used first."""
         residents = sorted(self._device.residents.values(), key=lambda r: (r.record.used_at, r.record.position), reverse=True)
-        self.want(r.record.id for r in residents)
+        self.want(r.record.id for r in residents if r.record.proven)
 
     def work(self, limit: int, short: bool) -> bool:
         """Do one bounded piece of what is to be done; False when there is nothing.

@@ -22,10 +22,11 @@ from statecache.moves import Moves
 from statecache.policy import better_kind
 from statecache.residency import DEVICE, Residency
 from statecache.shelf import Shelf
-from statecache.staging import Staging
+from statecache.staging import Staged, Staging
 from statecache.types import BLOCK_TOKENS, Boundary, Payload
 
 log = logging.getLogger(__name__)
+SPOILED = "one of this position was computed wrong and is still being read"
 
 
 class Placing:
@@ -73,7 +74,16 @@ class Placing:
                 return 0
         return blocks * BLOCK_TOKENS
 
-    def put(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload, *, session: str = "") -> PutResult:
+    def put(
+        self,
+        tokens: np.ndarray,
+        salt: bytes,
+        boundary: Boundary,
+        payload: Payload,
+        *,
+        session: str = "",
+        proven: bool = True,
+    ) -> PutResult:
         """See StateCache.put."""
         position = boundary.position
         ids = token_bytes(tokens)
@@ -90,15 +100,20 @@ class Placing:
                 self.collisions += 1
                 return PutResult(None, 0, False, "the checkpoint's id names another path")
             record = self._kept.records.get(checkpoint_id)
+            if record is not None and record.spoiled:
+                return PutResult(None, 0, False, SPOILED)
             if self._passes_memory(position):
-                return self._stage(checkpoint_id, record, path, boundary, payload, session)
+                staged = self._staging.items.get(checkpoint_id)
+                if record is None:
+                    record = self._record(checkpoint_id, path, boundary, proven) if staged is None else staged.record
+                return self._stage(record, staged, path, boundary, payload, session)
             shelf = self._kept.target(position)
             there = self._kept.shelf_of(record) if record is not None else None
             if record is not None and there is not None and self._kept.is_as_fast(there, shelf):
                 return self._refresh(record, there, path, boundary, payload, session)
             known = record is not None
             if record is None:
-                record = self._record(checkpoint_id, path, boundary)
+                record = self._record(checkpoint_id, path, boundary, proven)
             record.in_use += 1  # one that lies on a lower tier must not leave it while room is made above
             try:
                 written = self._kept.write(shelf, record, path, payload)
@@ -126,6 +141,7 @@ class Placing:
         logits: bool,
         session: str = "",
         stays: bool = True,
+        proven: bool = True,
     ) -> PutResult:
         """See StateCache.admit."""
         position = boundary.position
@@ -144,9 +160,12 @@ class Placing:
             known_tokens = next((p for p, known in marks if known in self._kept.records and known != checkpoint_id), 0)
             record = self._kept.records.get(checkpoint_id)
             existed = record is not None
+            if record is not None and record.spoiled:
+                self._kept.device.pools.release(hold)
+                return PutResult(None, 0, False, SPOILED)
             if record is None:
                 staged = self._staging.items.get(checkpoint_id)
-                record = self._record(checkpoint_id, path, boundary) if staged is None else staged.record
+                record = self._record(checkpoint_id, path, boundary, proven) if staged is None else staged.record
                 if mark is None:
                     self._index.add(salt, ids, path.keys, checkpoint_id)
             self._kept.device.add(record, hold, logits=logits)
@@ -189,20 +208,20 @@ class Placing:
         before = path.key(path.blocks - 1) or path.namespace + path.salt
         return self._hash128(before + path.position.to_bytes(8, "little") + path.tail_ids).hex()
 
-    def _record(self, checkpoint_id: str, path: Path, boundary: Boundary) -> Record:
+    def _record(self, checkpoint_id: str, path: Path, boundary: Boundary, proven: bool) -> Record:
         position, kind, item = path.position, boundary.kind, boundary.item
-        return Record(checkpoint_id, path.namespace, path.salt, position, kind, item, path.tail_ids, self._clock())
+        now = self._clock()
+        return Record(checkpoint_id, path.namespace, path.salt, position, kind, item, path.tail_ids, now, proven=proven)
 
     def _passes_memory(self, position: int) -> bool:
         return self._write_behind and self._staging.passes(position)
 
     def _stage(
-        self, checkpoint_id: str, record: Record | None, path: Path, boundary: Boundary, payload: Payload, session: str
+        self, record: Record, staged: Staged | None, path: Path, boundary: Boundary, payload: Payload, session: str
     ) -> PutResult:
         """Put of what is too large for the memory tier: the writer will bring it to the one below."""
-        name = self._kept.shelves[1].tier.name
-        staged = self._staging.items.get(checkpoint_id)
-        if record is not None and self._kept.shelf_of(record) is not None:
+        name, checkpoint_id = self._kept.shelves[1].tier.name, record.id
+        if self._kept.shelf_of(record) is not None:
             record.kind = better_kind(record.kind, boundary.kind)
             record.used_at = self._clock()
             self._kept.join(record, session)
@@ -212,7 +231,7 @@ class Placing:
             self._staging.again(staged, boundary.kind, session)
             return PutResult(checkpoint_id, 0, True, tier=name)
         try:
-            written = self._staging.put(record or self._record(checkpoint_id, path, boundary), path, payload, session)
+            written = self._staging.put(record, path, payload, session)
         except TierError as error:
             self._kept.shelves[0].refused += 1
             log.info("checkpoint refused position=%d tier=%s reason=%s", path.position, name, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from statecache.types import Boundary, BoundaryKind
@@ -44,7 +44,7 @@ class Policy:
     single_flight_tokens: a turn waits for another one's checkpoint that is about to save it so many tokens; 0 = never.
     tell_other_salts: report the divergence cause "salt". It tells a principal that another one has used the same tokens, so it
     is off unless all of them are the same person; "cold" or "tokens" is reported instead.
-    durable_ends: of each turn's checkpoints, how many go to disk beside those that are placed once in a session's life.
+    durable_ends: of each turn's checkpoints, how many go to disk at most beside those that are placed once in a session's life.
     """
 
     shadows: tuple[int, ...] = (64, 256)
@@ -100,21 +100,36 @@ MESSAGE_ENDS = frozenset({BoundaryKind.USER, BoundaryKind.TOOL_RESULT, BoundaryK
 ASKING_TOKENS = 32
 """Most that lies between a prompt's last message and its end: a role's header and an empty thinking block."""
 LEAST_ENDS = 2
+USUAL_RANKS = 2
+"""Ends of messages that are written of a turn while nothing is known: its own, and that of the last message before it."""
 
 
-def worth_disk(placed: Iterable[Boundary], policy: Policy) -> list[Boundary]:
+def usually_worth(kind: BoundaryKind, rank: int) -> bool:
+    """Of a turn's ends of messages, deepest first, those that are written while nothing is known of its agent."""
+    return rank < USUAL_RANKS
+
+
+def message_ends(placed: Iterable[Boundary]) -> list[Boundary]:
+    """Deepest first."""
+    return sorted((b for b in placed if b.kind in MESSAGE_ENDS), key=lambda b: b.position, reverse=True)
+
+
+def worth_disk(
+    placed: Iterable[Boundary], policy: Policy, worth: Callable[[BoundaryKind, int], bool] = usually_worth
+) -> list[Boundary]:
     """Which checkpoints of one ended turn are written to disk, deepest first, so that one extent covers the turn's blocks.
 
-    All lasting kinds, and the `durable_ends` deepest ends of messages: usually the end of the turn, to which the next one
-    appends; of the last message before it, to which a retry and a context without the turn's thinking come back; and of the one
-    before that, to which an agent comes back that rewrites its last message. What was restored is not placed again, so a
-    context that only grows has the first two. A template takes back the words that ask for an answer, so the prompt's own end
-    counts only where no message is known to end there. Where fewer than two ends are known, the best of the others join them,
-    one of a kind.
+    worth(kind, rank): whether contexts come back to such an end of a message; see returns.py.
+
+    All lasting kinds, and those of the `durable_ends` deepest ends of messages that are worth it, at least one: the end of the
+    turn, to which the next one appends; of the last message before it, to which a retry and a context without the turn's
+    thinking come back; and of the one before that, to which an agent comes back that rewrites its last message. A template
+    takes back the words that ask for an answer, so the prompt's own end counts only where no message is known to end there.
+    Where fewer than two ends are known, the best of the others join them, one of a kind.
     """
     deepest_first = sorted(placed, key=lambda b: b.position, reverse=True)
     chosen = [b for b in deepest_first if b.kind in LASTING]
-    messages = [b for b in deepest_first if b.kind in MESSAGE_ENDS]
+    messages = message_ends(deepest_first)
     others: dict[BoundaryKind, Boundary] = {}
     for boundary in deepest_first:
         if boundary.kind in LASTING | MESSAGE_ENDS:
@@ -125,6 +140,7 @@ def worth_disk(placed: Iterable[Boundary], policy: Policy) -> list[Boundary]:
         if not asks:
             others.setdefault(boundary.kind, boundary)
     best = sorted(others.values(), key=lambda b: KIND_WEIGHT[b.kind], reverse=True)
-    ends = messages[: policy.durable_ends]
-    ends += best[: max(0, min(LEAST_ENDS, policy.durable_ends) - len(ends))]
+    known = messages[: policy.durable_ends]
+    ends = [b for rank, b in enumerate(known) if worth(b.kind, rank)] or known[:1]
+    ends += best[: max(0, min(LEAST_ENDS, policy.durable_ends) - len(known))]
     return sorted(chosen + ends, key=lambda b: b.position, reverse=True)

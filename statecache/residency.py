@@ -119,6 +119,12 @@ class Residency:
             tiers=tuple(tiers),
         )
 
+    def uses(self, since: float) -> list[tuple[bytes, int, float]]:
+        """(state segment on the second shelf, hits, seconds since used) of what was used since then."""
+        now, held = self.clock(), self.shelves[1].holdings if len(self.shelves) > 1 else {}
+        used = [(holding.state_key, self.records[checkpoint_id]) for checkpoint_id, holding in held.items()]
+        return [(key, record.hits, now - record.used_at) for key, record in used if record.used_at >= since]
+
     def join(self, record: Record, session: str) -> None:
         """List a record under a session; "" is no session."""
         if session and session not in record.sessions:
@@ -129,7 +135,7 @@ class Residency:
     def tell(self, record: Record, session: str) -> None:
         """Say how a session uses a record, if that outlives the process."""
         holding = self.shelves[-1].holdings.get(record.id) if len(self.shelves) > 1 else None
-        if session and holding is not None:
+        if session and holding is not None and holding.state_key not in self.shelves[-1].tier.unsealed:
             self.on_member(session, holding.state_key, session in record.pins)
 
     def forget(self, session: str) -> None:
@@ -196,9 +202,21 @@ class Residency:
             # What still waits to be written is in the staging, and keeps its turn.
             self._gone(record, remember=True, waits=record.id in self.waiting)
 
-    def quarantine(self, shelf: Shelf, error: SegmentBad) -> None:
-        """Take every checkpoint that needs a bad segment off its shelf."""
+    def go_if_spoiled(self, record: Record) -> None:
+        """One that was spoiled while it was used leaves when nobody uses it any more."""
+        resident = self.resident(record)
+        used = record.in_use or (resident is not None and resident.readers)
+        if record.spoiled and not used and self.records.get(record.id) is record:
+            self.evict(record)
+
+    def quarantine(self, shelf: Shelf, error: SegmentBad, reading: Record) -> None:
+        """Take every checkpoint that needs a bad segment off its shelf, and in any case the one that was being read.
+
+        Whoever reads goes on with what is left, so each call must leave less, whatever key the error names.
+        """
         broken = [r for r in self.records.values() if shelf.depends_on(r, error.key)]
+        if reading.id in shelf.holdings and reading not in broken:
+            broken.append(reading)
         log.warning("segment quarantined tier=%s reason=%s checkpoints=%d", shelf.tier.name, error.reason, len(broken))
         shelf.quarantined += 1
         shelf.tier.set_aside(error.key, error.reason)

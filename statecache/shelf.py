@@ -2,12 +2,12 @@
 
 A shelf is complete in itself: every checkpoint on it finds all its blocks on the same shelf. Blocks form chains by parent and
 are reference-counted; a state holds the last full block before it, a block holds its parent. Decides nothing: see store.py for
-what is put and evicted. Not thread-safe except for `read` and `store`.
+what is put and evicted. Not thread-safe except for `read`, `store` and `seal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from statecache.blocks import Block, Draft, Extent, Holding
 from statecache.checkpoint import Path, Record, TierStats, rows_between
 from statecache.errors import Collision, ReadStopped, SegmentBad
+from statecache.headers import check_header, extent_header, segment_keys, state_header
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
 
@@ -122,13 +123,13 @@ class Shelf:
         if record.id in self.holdings:
             return total
         for first, end in self._extents(path, stored):
-            header = self._extent_header(path, first, end)
+            header = extent_header(path, first, end)
             total += self.tier.cost(header, {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes})
         sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
-        return total + self.tier.cost(self._state_header(path, "state", record), sizes)
+        return total + self.tier.cost(state_header(path, "state", record), sizes)
 
     def logits_cost(self, record: Record, path: Path, logits: np.ndarray) -> int:
-        return self.tier.cost(self._state_header(path, "logits", record), {"logits": 4 * logits.size})
+        return self.tier.cost(state_header(path, "logits", record), {"logits": 4 * logits.size})
 
     @staticmethod
     def logits_part(logits: np.ndarray) -> np.ndarray:
@@ -143,6 +144,8 @@ class Shelf:
         """
         draft = self.draft(record, path, tail)
         try:
+            if record.proven:
+                self.seal(self.unsealed_before(tail))
             self.store(draft, payload)
         except BaseException:
             self.abandon(draft)
@@ -167,17 +170,17 @@ class Shelf:
 
         Touches the tier only, so it needs no lock.
         """
-        record, path = draft.record, draft.path
-        state_key, logits_key = _segment_keys(record)
+        record, path, sealed = draft.record, draft.path, draft.record.proven
+        state_key, logits_key = segment_keys(record)
         try:
             for first, end, key in draft.extents:
                 rows = rows_between(payload, first * BLOCK_TOKENS, end * BLOCK_TOKENS)
-                draft.stored[key] = self.tier.put(key, self._extent_header(path, first, end), {"kv": rows})
+                draft.stored[key] = self.tier.put(key, extent_header(path, first, end), {"kv": rows}, sealed=sealed)
             if not draft.logits_only:
-                header = self._state_header(path, "state", record)
-                draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload))
+                header = state_header(path, "state", record)
+                draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload), sealed=sealed)
             if payload.logits is not None:
-                draft.stored[logits_key] = self._put_logits(record, path, payload.logits)
+                draft.stored[logits_key] = self._put_logits(record, path, payload.logits, sealed=sealed)
         except BaseException:
             self._take_back(draft)
             raise
@@ -195,7 +198,7 @@ class Shelf:
                 self.hold(block)
                 self.drop(tail)
                 tail = block
-        state_key, logits_key = _segment_keys(draft.record)
+        state_key, logits_key = segment_keys(draft.record)
         if draft.logits_only:
             holding = self.holdings[draft.record.id]
             self.drop(tail)
@@ -214,8 +217,8 @@ class Shelf:
     def write_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
         """Add final logits to a checkpoint that has none. Returns bytes charged."""
         holding = self.holdings[record.id]
-        holding.logits_bytes = self._put_logits(record, path, logits)
-        holding.logits_key = _segment_keys(record)[1]
+        holding.logits_bytes = self._put_logits(record, path, logits, sealed=record.proven)
+        holding.logits_key = segment_keys(record)[1]
         self.written_bytes += holding.logits_bytes
         return holding.logits_bytes
 
@@ -251,6 +254,31 @@ class Shelf:
                         del self.blocks[member.key]
             block = block.parent
 
+    # ── sealing ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def unsealed(self, record: Record) -> list[bytes]:
+        """What a checkpoint here still needs sealed, in the order in which that is to be done."""
+        unsealed, holding = self.tier.unsealed, self.holdings[record.id]
+        if not unsealed:
+            return []
+        own = [key for key in (holding.state_key, holding.logits_key) if key is not None and key in unsealed]
+        return self.unsealed_before(holding.tail) + own
+
+    def unsealed_before(self, tail: Block | None) -> list[bytes]:
+        """The same for the extents of a chain of blocks."""
+        unsealed, found = self.tier.unsealed, dict[bytes, None]()
+        block = tail if unsealed else None
+        while block is not None:
+            if block.extent.key in unsealed:
+                found[block.extent.key] = None
+            block = block.parent
+        return list(found)[::-1]
+
+    def seal(self, keys: Iterable[bytes]) -> None:
+        """Touches the tier only, so it needs no lock. Raises TierFailed."""
+        for key in keys:
+            self.tier.seal(key)
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def read(
@@ -270,7 +298,7 @@ class Shelf:
         """
         holding = self.holdings.get(record.id)
         if holding is None:
-            raise SegmentBad(self.tier.name, _segment_keys(record)[0], "no longer here")
+            raise SegmentBad(self.tier.name, segment_keys(record)[0], "no longer here")
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
         runs: list[KvRun] = []
@@ -279,7 +307,7 @@ class Shelf:
                 raise ReadStopped(f"read up to token {first * BLOCK_TOKENS}")
             header = self.tier.header(extent.key)
             count = end - first
-            self._check(extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")
+            check_header(self.tier.name, extent.key, header, path, first * BLOCK_TOKENS, end * BLOCK_TOKENS, "extent")
             nbytes = count * BLOCK_TOKENS * width
             if kv_out is not None:
                 self.tier.read_into(extent.key, "kv", kv_out[first * BLOCK_TOKENS : end * BLOCK_TOKENS])
@@ -289,7 +317,7 @@ class Shelf:
                 raise SegmentBad(self.tier.name, extent.key, f"kv has {data.nbytes} bytes")
             runs.append(KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width)))
         header = self.tier.header(holding.state_key)
-        self._check(holding.state_key, header, path, full, path.position, "state")
+        check_header(self.tier.name, holding.state_key, header, path, full, path.position, "state")
         tail = self._part(holding.state_key, "kv.tail", (path.position - full) * width).reshape(path.position - full, width)
         if kv_out is not None:
             kv_out[full : path.position] = tail
@@ -300,7 +328,7 @@ class Shelf:
         logits = None
         if holding.logits_key is not None:
             header = self.tier.header(holding.logits_key)
-            self._check(holding.logits_key, header, path, full, path.position, "logits")
+            check_header(self.tier.name, holding.logits_key, header, path, full, path.position, "logits")
             logits = self._part(holding.logits_key, "logits", 4 * self.layout.vocab_size).view("<f4")
         return Payload(path.position, tuple(runs), state, logits)
 
@@ -322,41 +350,10 @@ class Shelf:
             raise SegmentBad(self.tier.name, key, f"part {name!r} has {array.nbytes} bytes, the layout says {nbytes}")
         return array
 
-    def _check(self, key: bytes, header: SegmentHeader, path: Path, start: int, end: int, what: str) -> None:
-        """Raises SegmentBad unless the segment is this path's [start, end) under this namespace and salt."""
-        if header.what != what:
-            raise SegmentBad(self.tier.name, key, f"is {header.what}, not {what}")
-        if header.namespace != path.namespace:
-            raise SegmentBad(self.tier.name, key, "other namespace")
-        if header.salt != path.salt:
-            raise SegmentBad(self.tier.name, key, "other salt")
-        if header.start != start or (header.position < end if what == "extent" else header.position != end):
-            raise SegmentBad(self.tier.name, key, f"covers [{header.start}, {header.position}), not [{start}, {end})")
-        if header.tokens[: 4 * (end - start)] != path.ids[4 * start : 4 * end]:
-            raise SegmentBad(self.tier.name, key, "other token ids")
-
     def _extents(self, path: Path, stored: int) -> Iterator[tuple[int, int]]:
         step = self.tier.extent_blocks
         for first in range(stored, path.blocks, step):
             yield first, min(first + step, path.blocks)
-
-    def _extent_header(self, path: Path, first: int, end: int) -> SegmentHeader:
-        return SegmentHeader(
-            "extent",
-            path.namespace,
-            path.salt,
-            path.key(end - 1),
-            path.key(first - 1),
-            first * BLOCK_TOKENS,
-            end * BLOCK_TOKENS,
-            path.block_ids(first, end),
-        )
-
-    def _state_header(self, path: Path, what: str, record: Record) -> SegmentHeader:
-        key, start = path.key(path.blocks - 1), path.blocks * BLOCK_TOKENS
-        ids = path.ids[4 * start :]
-        assert what in ("state", "logits")
-        return SegmentHeader(what, path.namespace, path.salt, key, key, start, path.position, ids, record.kind, record.item)
 
     def _state_parts(self, path: Path, payload: Payload) -> dict[str, np.ndarray]:
         parts = {"kv.tail": rows_between(payload, path.blocks * BLOCK_TOKENS, path.position)}
@@ -364,17 +361,11 @@ class Shelf:
             parts[f"state.{name}"] = payload.state[name]
         return parts
 
-    def _put_logits(self, record: Record, path: Path, logits: np.ndarray) -> int:
+    def _put_logits(self, record: Record, path: Path, logits: np.ndarray, *, sealed: bool) -> int:
         part = {"logits": self.logits_part(logits)}
-        return self.tier.put(_segment_keys(record)[1], self._state_header(path, "logits", record), part)
+        return self.tier.put(segment_keys(record)[1], state_header(path, "logits", record), part, sealed=sealed)
 
     def _take_back(self, draft: Draft) -> None:
         for key in reversed(draft.stored):
             self.tier.delete(key)
         draft.stored.clear()
-
-
-def _segment_keys(record: Record) -> tuple[bytes, bytes]:
-    """(state, logits)"""
-    name = bytes.fromhex(record.id)
-    return b"s" + name, b"l" + name

@@ -8,18 +8,16 @@ most one checkpoint's copy.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 
-from statecache.checkpoint import CacheStats, CheckpointInfo, PutResult, TierStats
+from statecache.checkpoint import CacheStats, CheckpointInfo, PutResult, Record
 from statecache.copies import Copies
 from statecache.device import Device, Pools
-from statecache.errors import TierError, TierFailed
+from statecache.figures import figures
 from statecache.index.base import Index
 from statecache.keys import Hash128, xxh3_128
 from statecache.lookup import Lookup
@@ -28,14 +26,13 @@ from statecache.moves import Moves
 from statecache.placing import Placing
 from statecache.policy import Policy
 from statecache.recover import Known, Progress, Users, recover
-from statecache.residency import DEVICE, Residency
+from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
 from statecache.tiers.base import Tier
 from statecache.trim import Trim
 from statecache.types import Boundary, Layout, Payload, TierName
 
-log = logging.getLogger(__name__)
 PREFETCH_SHARE = 4
 """One part in so many of the memory tier may hold what was prefetched and not used yet."""
 
@@ -73,14 +70,12 @@ class StateCache:
         self._clock = clock
         self._hash128 = hash128
         self._lock = threading.RLock()
-        self._copying = threading.RLock()
-        self._write_behind = write_behind
         self._uses_told = clock()
         shelves = [Shelf(tier, layout) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
         self._staging = Staging(self._kept)
         self._trim = Trim(self._kept)
-        self._copies = Copies(self._kept, self._staging)
+        self._copies = Copies(self._kept, self._staging, self._lock, write_behind=write_behind)
         self._lookup = Lookup(namespace, index, self._kept, self.policy, clock, self._lock)
         self._placing = Placing(
             namespace,
@@ -118,15 +113,27 @@ class StateCache:
 
     # ── put ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def put(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload, *, session: str = "") -> PutResult:
+    def put(
+        self,
+        tokens: np.ndarray,
+        salt: bytes,
+        boundary: Boundary,
+        payload: Payload,
+        *,
+        session: str = "",
+        proven: bool = True,
+    ) -> PutResult:
         """Keep the state after tokens[: boundary.position]. The caller may reuse its buffers after return.
 
         payload.kv: contiguous runs ending at the position and starting at or before kv_missing_from(). Nothing is visible
         before all of it is written; with write_behind, what is too large for memory only after copy_one(). Not kept
         (checkpoint_id None) when the tier has no room even after eviction, a write fails, or the rows begin too late because
         blocks were evicted in between. Raises PayloadMismatch when components do not fit.
+
+        proven: logits computed from this state were finite. If not, it can be matched and does not outlive the process until
+        prove(); spoil() takes it away.
         """
-        return self._placing.put(tokens, salt, boundary, payload, session=session)
+        return self._placing.put(tokens, salt, boundary, payload, session=session, proven=proven)
 
     # ── on the device ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,13 +153,14 @@ class StateCache:
         logits: bool,
         session: str = "",
         stays: bool = True,
+        proven: bool = True,
     ) -> PutResult:
         """Keep the state after tokens[: boundary.position], which lies in the engine's pools under `hold`, without copying it.
 
         The hold is the cache's once this returns, also when it was not kept. logits: they are held too.
-        stays False: copied to the next tier and released at once.
+        stays False: copied to the next tier and released at once. proven: see put().
         """
-        return self._placing.admit(tokens, salt, boundary, hold, logits=logits, session=session, stays=stays)
+        return self._placing.admit(tokens, salt, boundary, hold, logits=logits, session=session, stays=stays, proven=proven)
 
     def move(self, limit: int, *, short: bool) -> bool:
         """Copy a piece, of about `limit` bytes, of what should leave the device or be elsewhere too. False: nothing to do.
@@ -171,6 +179,32 @@ class StateCache:
         with self._lock:
             moves = self._placing.moves
             return 0 if moves is None else moves.make_room(nbytes)
+
+    # ── whether it is right ──────────────────────────────────────────────────────────────────────────────────────
+
+    def prove(self, checkpoint_ids: Iterable[str]) -> None:
+        """Logits computed from these were finite. Unknown ids are ignored."""
+        with self._lock:
+            found = [record for record in map(self._record, checkpoint_ids) if record is not None and not record.proven]
+            if self._copies.prove(found):
+                self.on_waiting()
+
+    def spoil(self, checkpoint_ids: Iterable[str]) -> None:
+        """Logits computed from these were not finite: take away those that nothing has proved, pinned or not.
+
+        One that is in use is not matched any more and goes when its use ends.
+        """
+        with self._lock:
+            for checkpoint_id in checkpoint_ids:
+                record = self._record(checkpoint_id)
+                if record is not None and not record.proven:
+                    record.pins.clear()
+                    record.spoiled = True
+                    self.evict(checkpoint_id)
+
+    def _record(self, checkpoint_id: str) -> Record | None:
+        staged = self._staging.items.get(checkpoint_id)
+        return self._kept.records.get(checkpoint_id) if staged is None else staged.record
 
     # ── before a turn comes ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,40 +289,20 @@ class StateCache:
 
     def stats(self) -> CacheStats:
         with self._lock:
-            tiers: dict[TierName, TierStats] = {shelf.tier.name: shelf.stats() for shelf in self._kept.shelves}
-            device, moves = self._kept.device, self._placing.moves
-            if device is not None:
-                tiers = {DEVICE: device.stats(), **tiers}
-            return CacheStats(
-                tiers,
-                len(self._kept.records),
-                self._lookup.matches,
-                self._lookup.misses,
-                self._lookup.matched_tokens,
-                self._lookup.asked_tokens,
-                self._placing.collisions,
-                self._index.tokens,
-                len(self._index),
-                len(self._kept.waiting),
-                self._kept.dropped,
-                0 if moves is None else moves.waiting,
-                0 if device is None else device.copied_bytes,
-                0 if device is None else device.dropped,
-                self._kept.prefetched,
-                self._kept.prefetch_used,
-                self._kept.prefetch_wasted,
-            )
+            return figures(self._index, self._kept, self._lookup, self._placing)
+
+    @property
+    def dropped(self) -> int:
+        """Checkpoints that had to leave the first tier before they were copied to the second one."""
+        return self._kept.dropped
 
     def set_budget(self, name: TierName, budget_bytes: int) -> bool:
         """Change what a tier may hold; trim() evicts what is over it. False: there is no such tier, or it is the engine's."""
         with self._lock:
-            for shelf in self._kept.shelves:
-                if shelf.tier.name == name:
-                    shelf.tier.budget_bytes = budget_bytes
-                    self._trim.begin(shelf)
-                    self.on_waiting()
-                    return True
-            return False
+            found = self._trim.set_budget(name, budget_bytes)
+            if found:
+                self.on_waiting()
+            return found
 
     def trim(self) -> bool:
         """Evict a few of what is over a budget that was made smaller. False: there is nothing to do now."""
@@ -343,10 +357,8 @@ class StateCache:
     def uses(self) -> list[tuple[bytes, int, float]]:
         """(state segment in the second tier, hits, seconds since used) of what was used since the last call."""
         with self._lock:
-            now, since, self._uses_told = self._clock(), self._uses_told, self._clock()
-            held = self._kept.shelves[1].holdings if len(self._kept.shelves) > 1 else {}
-            used = [(held[i].state_key, self._kept.records[i]) for i in held]
-            return [(key, r.hits, now - r.used_at) for key, r in used if r.used_at >= since]
+            since, self._uses_told = self._uses_told, self._clock()
+            return self._kept.uses(since)
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
         """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored.
@@ -376,23 +388,7 @@ class StateCache:
         The bytes are written without the lock, so matches and saves go on. Raises TierError; that checkpoint is then not wanted
         any more, after TierFailed it is again.
         """
-        with self._copying, self._lock if not self._write_behind else nullcontext():
-            with self._lock:
-                waits = self._kept.shelves[-1].shrinking and len(self._kept.shelves) > 1
-                copy = None if waits else self._copies.begin()
-            if copy is None:
-                return None
-            stored = again = False
-            try:
-                self._kept.shelves[1].store(copy.draft, copy.payload)
-                stored = True
-            except TierFailed:
-                again = True
-                raise
-            finally:
-                with self._lock:
-                    written = self._copies.end(copy, stored=stored, again=again)
-            return written
+        return self._copies.copy_one()
 
     def write_back(self, max_bytes: int = 1 << 62) -> int:
         """Copy what only the first tier has to the next one, newest first, about `max_bytes` of it; bytes written.
@@ -400,16 +396,4 @@ class StateCache:
         Evicted checkpoints move down by themselves unless write_behind; this makes the others survive a restart.
         """
         self.want_all()
-        written = 0
-        while written < max_bytes:
-            try:
-                count = self.copy_one()
-            except TierError as error:
-                log.info("checkpoint not copied reason=%s", error)
-                if isinstance(error, TierFailed):
-                    break
-                continue
-            if count is None:
-                break
-            written += count
-        return written
+        return self._copies.write_back(max_bytes)

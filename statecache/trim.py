@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from statecache.residency import Residency
 from statecache.shelf import Shelf
+from statecache.types import TierName
 
 PIECE = 8
 """Checkpoints that leave at once; on a disk each is a few files."""
@@ -20,8 +21,16 @@ class Trim:
         self._order: dict[Shelf, list[str]] = {}
         self._stuck_until = 0.0
 
-    def begin(self, shelf: Shelf) -> None:
-        """Its budget was changed."""
+    def set_budget(self, name: TierName, budget_bytes: int) -> bool:
+        """False: there is no such tier, or it is the engine's."""
+        for shelf in self._kept.shelves:
+            if shelf.tier.name == name:
+                shelf.tier.budget_bytes = budget_bytes
+                self._begin(shelf)
+                return True
+        return False
+
+    def _begin(self, shelf: Shelf) -> None:
         shelf.shrinking = shelf.tier.used_bytes > shelf.tier.budget_bytes
         self._order.pop(shelf, None)
         self._stuck_until = 0.0

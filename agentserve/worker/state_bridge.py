@@ -4,17 +4,15 @@ turn_loop.py calls it at the moments of a turn's life. Rules kept here:
 - a cache that fails (read error, full budget) makes a turn slower and never fails it;
 - a checkpoint is pinned while it is read; a held state belongs to the cache from save() on, which leaves it where it is until
   its pages are needed or it is to outlive the process; what the cache does not take is given back, whatever raised;
-- what a turn saved before its first finite logits is taken away again when it ends in NaN.
+- what no finite logits were computed from does not outlive the process, and is taken away when they turn out to be NaN.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,45 +21,21 @@ from agentserve.worker.flights import Flight, join
 from agentserve.worker.messages import CheckpointRow, Saved, TierRow
 from agentserve.worker.pools import EnginePools, is_short
 from agentserve.worker.ports import EnginePort
+from agentserve.worker.saves import Learned, TurnSaves, is_proven
 from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import EngineError
 from engine.types import CutReached, HoldId, KvRun, StateSnapshot
-from statecache.boundary import GeneratedBoundaries, prompt_cuts, thinking_is_open
-from statecache.checkpoint import PutResult
-from statecache.experience import Experience
 from statecache.match import Match
-from statecache.policy import better_kind, worth_disk
 from statecache.prefetch import EXPECTED_S, Prefetcher
 from statecache.reader import Reader, Reading
 from statecache.store import StateCache
-from statecache.types import Boundary, BoundaryKind, Payload
+from statecache.types import Payload
 
 log = logging.getLogger(__name__)
-SESSIONS_FOLLOWED = 4096
-CALLS = (BoundaryKind.CALL_OPEN, BoundaryKind.CALL_CLOSE)
 BUSY_PIECE_BYTES = 4 << 20
 IDLE_PIECE_BYTES = 32 << 20
 """Copied from the engine's pools between two steps, and at once while nothing runs."""
 NOTHING = Found(0, None, None, 0, "cold")
-
-
-@dataclass
-class _Kept:
-    """What is to be saved, and was, of one turn.
-
-    cuts: boundary by position, of all that are asked for. saved: kind by position, of those that the cache has.
-    placed: ids of the same.
-    parted_at: tokens that the prompt shares with a saved context which goes on otherwise, 0 if there is none.
-    unproven: ids of checkpoints placed since logits were last seen to be finite. deepest: position of the deepest new one.
-    """
-
-    scanner: GeneratedBoundaries | None
-    parted_at: int = 0
-    cuts: dict[int, Boundary] = field(default_factory=dict)
-    saved: dict[int, BoundaryKind] = field(default_factory=dict)
-    placed: dict[int, str] = field(default_factory=dict)
-    unproven: list[str] = field(default_factory=list)
-    deepest: int = 0
 
 
 class StateBridge:
@@ -93,10 +67,8 @@ class StateBridge:
         self.worth: Callable[[int, int, str | None], bool] = lambda tokens, nbytes, tier: True
         """(tokens, bytes, tier) → whether a restore beats a prefill."""
         self.not_worth = 0
-        self._kept: dict[str, _Kept] = {}
-        self._experience = Experience(cache.policy)
-        self._ends: OrderedDict[str, int] = OrderedDict()
-        """Tokens of each session's last prompt, of the newest sessions."""
+        self._kept: dict[str, TurnSaves] = {}
+        self._learned = Learned(cache.policy)
         self._reader = reader
         self._reading: set[Reading] = set()
         self.on_read: Callable[[], None] = lambda: None
@@ -118,11 +90,7 @@ class StateBridge:
         Or, where only the disk has it, what is read of it now: take() or give_up() follows. (nothing, None) also if the cache
         failed. A hold is to be submitted before anything else is done here.
         """
-        markers = turn.start.markers
-        scanner = None
-        if turn.start.generate:
-            scanner = GeneratedBoundaries(markers, len(turn.ids), thinking=thinking_is_open(turn.ids, markers))
-        self._kept[turn.id] = _Kept(scanner)
+        self._kept[turn.id] = TurnSaves.of(turn)
         with self._cache_may_fail("match"), self._pinned(turn) as match:
             if match.position and not self.worth(match.position, match.nbytes, match.tier):
                 self.not_worth += 1
@@ -157,9 +125,13 @@ class StateBridge:
         self, turn: TurnRecord, match: Match, payload: Payload | None
     ) -> tuple[Found, StateSnapshot | HoldId | None]:
         # read() may have fallen back to a shorter checkpoint, so everything is told as it is now.
+        kept = self._kept[turn.id]
         if match.divergence.cause == "tokens":
-            self._kept[turn.id].parted_at = match.divergence.position
-            self._learn(turn, match.divergence.position)
+            kept.parted_at = match.divergence.position
+            self._learned.parted(turn, match.divergence.position)
+        self._learned.came(turn, match.position, match.divergence.position)
+        if match.record is not None and not match.record.proven:
+            kept.unproven.append(match.record.id)
         if match.resident is not None:
             return _found(match), HoldId(match.resident.hold)
         if payload is None or payload.position == 0:
@@ -172,21 +144,8 @@ class StateBridge:
 
         Raises ValueError if the server named a boundary outside of the prompt.
         """
-        boundaries = [Boundary(cut.position, cut.kind, cut.item) for cut in turn.start.cuts]
-        kept = self._kept[turn.id]
-        policy = self._experience.policy(turn.start.salt)
-        cuts = prompt_cuts(boundaries, len(turn.ids), policy, after=after, parted_at=kept.parted_at)
-        if turn.start.session:
-            self._ends[turn.start.session] = len(turn.ids)
-            self._ends.move_to_end(turn.start.session)
-            if len(self._ends) > SESSIONS_FOLLOWED:
-                self._ends.popitem(last=False)
-        kept.cuts = {cut.position: cut for cut in cuts}
-        return tuple(cut.position for cut in cuts)
-
-    def _learn(self, turn: TurnRecord, parted_at: int) -> None:
-        """Remember how far before its session's last prompt end this context parts from what is saved."""
-        self._experience.saw(turn.start.salt, self._ends.get(turn.start.session, 0) - parted_at)
+        self._learned.planned(turn)
+        return self._kept[turn.id].plan(turn, self._learned.policy(turn.start.salt), after)
 
     def flight(self, turn: TurnRecord) -> Flight:
         """What this turn, planned already, will save of its prompt."""
@@ -219,17 +178,11 @@ class StateBridge:
 
     def generated(self, turn: TurnRecord, token: int) -> None:
         """Look for a boundary at the newest token and ask the engine to hold the state there."""
-        kept = self._kept[turn.id]
-        # A token was sampled, so its logits were finite, and so was all that they were computed from.
-        kept.unproven.clear()
-        boundary = None if kept.scanner is None else kept.scanner.push(token)
-        if boundary is None:
+        # The token was sampled, so its logits were finite, and so was all that they were computed from.
+        self.proved(turn)
+        position = self._kept[turn.id].generated(token)
+        if position is None:
             return
-        position, known = boundary.position, kept.cuts.get(boundary.position)
-        if known is None or better_kind(known.kind, boundary.kind) is not known.kind:
-            kept.cuts[position] = boundary
-        if known is not None or boundary.kind is BoundaryKind.TURN:
-            return  # saved or declared already; the end of the turn is held by the engine itself
         try:
             self._engine.declare_cut(turn.id, position)
         except EngineError as error:
@@ -240,7 +193,7 @@ class StateBridge:
         """Give the held state to the cache, or back to the engine. The hold is not the caller's any more, whatever happens."""
         taken = False
         try:
-            boundary = self._boundary_of(turn, cut.position)
+            boundary = self._kept[turn.id].boundary_of(turn, cut.position)
             if boundary is None or not self._saves:
                 return None
             with self._cache_may_fail("put"):
@@ -254,37 +207,16 @@ class StateBridge:
                     logits=at_end and self._engine.held(cut.hold).logits,
                     session=turn.start.session,
                     stays=self._stays,
+                    proven=is_proven(turn, cut.position),
                 )
                 taken = True
-                return self._saved(turn, boundary, result)
+                if result.checkpoint_id is not None:
+                    return self._kept[turn.id].took(turn, boundary, result)
+                log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, cut.position, result.reason)
             return None
         finally:
             if not taken:
                 self.release(cut.hold)
-
-    def _boundary_of(self, turn: TurnRecord, position: int) -> Boundary | None:
-        """What is to be saved there; None if the cache has it under a kind as good."""
-        kept = self._kept[turn.id]
-        boundary = kept.cuts.get(position)
-        if boundary is None:
-            boundary = Boundary(position, BoundaryKind.PARTIAL if turn.cancelled else BoundaryKind.TURN)
-        saved = kept.saved.get(position)
-        return None if saved is not None and better_kind(saved, boundary.kind) is saved else boundary
-
-    def _saved(self, turn: TurnRecord, boundary: Boundary, result: PutResult) -> Saved | None:
-        kept, position = self._kept[turn.id], boundary.position
-        if result.checkpoint_id is None:
-            log.debug("checkpoint not kept turn=%s position=%d reason=%s", turn.id, position, result.reason)
-            return None
-        kept.saved[position] = boundary.kind
-        kept.placed[position] = result.checkpoint_id
-        if not result.existed:
-            kept.unproven.append(result.checkpoint_id)
-            # Rows below were there, or came with an earlier checkpoint of this turn.
-            turn.written += max(0, position - max(result.known_tokens, turn.reused, kept.deepest))
-            kept.deepest = max(kept.deepest, position)
-        tier, nbytes = result.tier or "device", result.written_bytes
-        return Saved(turn_id=turn.id, position=position, kind=boundary.kind, tier=tier, written_bytes=nbytes)
 
     def release(self, hold: HoldId) -> None:
         try:
@@ -293,24 +225,31 @@ class StateBridge:
             self.release_errors += 1
             log.exception("hold was not released hold=%d", hold)
 
+    def proved(self, turn: TurnRecord) -> None:
+        """Finite logits were computed from all that the turn restored and saved."""
+        kept = self._kept.get(turn.id)
+        if kept is not None and kept.unproven:
+            proven, kept.unproven = kept.unproven, []
+            with self._cache_may_fail("prove"):
+                self._cache.prove(proven)
+
     # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def spoiled(self, turn: TurnRecord) -> None:
-        """The turn ended in NaN: take back what it saved and nothing has proved good."""
+        """The turn ended in NaN: take back what it restored or saved and nothing has proved good."""
         kept = self._kept.get(turn.id)
-        for checkpoint_id in kept.unproven if kept is not None else ():
-            with self._cache_may_fail("evict"):
-                self._cache.evict(checkpoint_id)
+        if kept is not None and kept.unproven:
+            with self._cache_may_fail("spoil"):
+                self._cache.spoil(kept.unproven)
 
     def close(self, turn: TurnRecord) -> None:
         kept = self._kept.pop(turn.id, None)
         if kept is None or not kept.placed:
             return
         with self._cache_may_fail("keep"):
-            placed = [Boundary(position, kind) for position, kind in kept.saved.items()]
-            self._keep([kept.placed[b.position] for b in worth_disk(placed, self._cache.policy)])
+            self._keep(self._learned.durable(turn, kept, self._cache.policy))
             self._cache.settle(kept.placed.values())
-            if any(b.kind in CALLS for b in kept.cuts.values() if b.position >= len(turn.ids)):
+            if kept.calls_tool(turn):
                 # A tool is called: its result will come, and everything up to here before it.
                 self._cache.expect(turn.tokens_until(max(kept.placed)), turn.start.salt, EXPECTED_S)
 
@@ -375,7 +314,7 @@ class StateBridge:
 
     def budgets_changed(self) -> None:
         self._saves = self._has_room()
-        self._experience.go_on_with(self._cache.policy)
+        self._learned.go_on_with(self._cache.policy)
 
     def _has_room(self) -> bool:
         return any(tier.budget_bytes for name, tier in self._cache.stats().tiers.items() if name != "device")

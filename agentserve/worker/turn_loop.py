@@ -346,6 +346,8 @@ class TurnLoop:
             return
         if event.reason == "error":
             self._bridge.spoiled(turn)
+        else:  # no token needs to have come: the engine has looked at the logits of every pass
+            self._bridge.proved(turn)
         self._drop(turn)
         self._send(turn.last_frame(event.reason, event.error, self._clock()))
 

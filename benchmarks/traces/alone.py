@@ -13,6 +13,8 @@ from benchmarks.traces.data import BlockTurn
 from benchmarks.traces.figures import Tally
 from benchmarks.traces.policies import POLICIES, Keep, lasts
 from benchmarks.traces.prefixes import common_prefix
+from statecache.policy import worth_disk
+from statecache.returns import Returns
 from statecache.types import BLOCK_TOKENS, Boundary
 
 
@@ -60,7 +62,8 @@ def _replay_blocks(sessions: Sequence[Sequence[BlockTurn]], keep: Keep) -> Tally
             tally.turn(turn.input_tokens, min(known * BLOCK_TOKENS, limit), min(depth * BLOCK_TOKENS, limit))
             ends: set[int] = {numbers[depth - 1]} if depth == len(numbers) else set()
             parted_at = known * BLOCK_TOKENS if parted else 0
-            for cut in keep.cuts((), len(numbers) * BLOCK_TOKENS, after=depth * BLOCK_TOKENS, parted_at=parted_at):
+            cuts = keep.cuts((), len(numbers) * BLOCK_TOKENS, after=depth * BLOCK_TOKENS, parted_at=parted_at)
+            for cut in worth_disk(cuts, keep.policy) if keep.disk else cuts:
                 number = numbers[cut.position // BLOCK_TOKENS - 1]
                 tally.placed += number not in saved
                 (for_ever if lasts(cut) else ends).add(number)
@@ -74,8 +77,8 @@ def prompt_policies(sessions: Sequence[Sequence[Prompt]], policies: Mapping[str,
 
 
 def _replay_prompts(sessions: Sequence[Sequence[Prompt]], keep: Keep) -> Tally:
-    tally = Tally()
-    for session in sessions:
+    tally, returns = Tally(), Returns()
+    for name, session in enumerate(sessions):
         contexts: list[np.ndarray] = []
         placed: list[list[Boundary]] = []
         for turn, prompt in enumerate(session):
@@ -97,6 +100,9 @@ def _replay_prompts(sessions: Sequence[Sequence[Prompt]], keep: Keep) -> Tally:
                 generated=prompt.generated,
                 markers=prompt.markers,
             )
+            if keep.disk:
+                returns.came(b"", str(name), min(longest, n - 1), longest)
+                cuts = returns.durable(b"", str(name), cuts, n, keep.policy)
             tally.placed += len(cuts)
             contexts.append(np.concatenate([prompt.ids, np.array(prompt.generated, np.uint32)]))
             placed.append(cuts if cuts or not placed else [Boundary(depth, placed[-1][-1].kind)] if depth else [])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from statecache.boundary import GeneratedBoundaries, prompt_cuts
-from statecache.policy import LASTING, Policy, worth_disk
+from statecache.policy import LASTING, Policy
 from statecache.types import Boundary, MarkerTable
 
 
@@ -37,7 +37,7 @@ class Keep:
         if self.generated and generated:
             placed += GeneratedBoundaries(markers, prompt_tokens).push_all(generated)
             placed = [b for b in placed if b.position < prompt_tokens + len(generated)]
-        return worth_disk(placed, self.policy) if self.disk else placed
+        return placed
 
 
 def lasts(boundary: Boundary) -> bool:

@@ -43,8 +43,8 @@ class ScaledTier(RamTier):
                 total += (LOGITS_BYTES if name == "logits" else STATE_BYTES) // SCALE
         return total
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
-        cost = super().put(key, header, parts)
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
+        cost = super().put(key, header, parts, sealed=sealed)
         self.written[header.what] += cost * SCALE
         self.segments[header.what] += 1
         return cost

@@ -7,12 +7,13 @@ A segment is written once, whole, and never changed. Two kinds:
   and, as a segment of its own because it may come later, "logits".
 
 The store writes extents in rising order, then the state that needs them, and only then makes the checkpoint visible; a
-durable tier keeps that order on its medium.
+durable tier keeps that order on its medium. What may still turn out wrong is put unsealed: it can be read like the rest, and is
+gone when the process ends before it is sealed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -66,11 +67,21 @@ class Tier(Protocol):
         """Bytes that put() will charge for parts of these sizes, overhead included."""
         ...
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
         """Store a copy; the caller may overwrite its buffers after return. parts: uint8 arrays of any shape.
 
         All or nothing. Returns the bytes charged. Raises TierFull or TierFailed. An existing key is replaced.
+        sealed False: it must not outlive the process before seal().
         """
+        ...
+
+    @property
+    def unsealed(self) -> Collection[bytes]:
+        """Keys that wait for seal(); none where nothing outlives the process."""
+        ...
+
+    def seal(self, key: bytes) -> None:
+        """Let a segment outlive the process. Keys that are sealed or unknown are ignored. Raises TierFailed."""
         ...
 
     def header(self, key: bytes) -> SegmentHeader:

@@ -1,20 +1,22 @@
 """Files in one directory per namespace: what survives a restart.
 
 A segment becomes a temporary file, fsync, rename, fsync of the directory, and only then counts; so a crash leaves either a
-whole segment or a temporary file, which the next start deletes. Every read checks the header's digest and the part's
+whole segment or a temporary file, which the next start deletes. One that is not sealed yet keeps its temporary name, so that it
+ends with the process. Every read checks the header's digest and the part's
 checksum. A file that turns out bad is moved to `quarantine/`, where the newest few stay to be looked at.
 
-Threads: one may put while others read and delete.
+Threads: one may put and seal while others read and delete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,8 @@ _ALLOCATION = 4096
 """Files are charged in whole blocks of common file systems."""
 READ_BYTES = 2 << 20
 """Read at once: small enough to be in the cache still when it is summed up."""
+ROOM_AGAIN = 8
+"""Segments like the one that is written; so many must fit before a full disk counts as better."""
 QUARANTINE_FILES = 16
 QUARANTINE_BYTES = 256 << 20
 """What is kept of bad files, beside the budget; at least the newest one stays."""
@@ -63,9 +67,12 @@ class DiskTier:
         self._used = 0
         self._counts = threading.Lock()
         self.on_change: Callable[[bytes, SegmentHeader | None, int], None] = lambda key, header, nbytes: None
-        """Told of each segment that was written (bytes charged) or is gone (None)."""
+        """Told of each segment that was written and sealed (bytes charged) or is gone (None)."""
+        self._unsealed: dict[bytes, tuple[Path, SegmentHeader]] = {}
+        """Where it lies meanwhile."""
         self._serial = itertools.count()
         self._last: tuple[tuple[int, ...], Contents] | None = None
+        self._crowded = False
         self._quarantine = root / "quarantine"
         self._quarantine.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -91,7 +98,11 @@ class DiskTier:
         key = bytes(17)  # the length of every key that the store uses
         return _charged(len(encode_header(key, header, parts, dict.fromkeys(parts, 0))) + sum(parts.values()))
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
+    @property
+    def unsealed(self) -> Collection[bytes]:
+        return self._unsealed.keys()
+
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
         arrays = {name: np.ascontiguousarray(a).view(np.uint8).reshape(-1) for name, a in parts.items()}
         sizes = {name: a.nbytes for name, a in arrays.items()}
         head = encode_header(key, header, sizes, {name: part_sum(a) for name, a in arrays.items()})
@@ -99,25 +110,47 @@ class DiskTier:
         free = self.budget_bytes - self._used + self._sizes.get(key, 0)
         if cost > free:
             raise TierFull(self.name, cost, free)
-        path = self._path(key)
+        self._look_for_room(cost, free - cost)
         temporary = self._root / f"tmp-{os.getpid()}-{next(self._serial)}"
         try:
             self._write(temporary, [head, *(a.data for a in arrays.values() if a.size)])
-            if not path.parent.exists():
-                path.parent.mkdir()
-                self._sync_directory(self._root)
-            os.rename(temporary, path)
-            self._sync_directory(path.parent)
+            if sealed:
+                self._make_folder(key)
+                os.rename(temporary, self._name(key))
+                self._sync_directory(self._name(key).parent)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            _discard(temporary)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise TierFull(self.name, cost, 0) from error
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
         with self._counts:
             self._used += cost - self._sizes.get(key, 0)
             self._sizes[key] = cost
-        self.on_change(key, header, cost)
+            earlier = self._unsealed.pop(key, None)
+            if not sealed:
+                self._unsealed[key] = (temporary, header)
+        if earlier is not None:
+            _discard(earlier[0])
+        if sealed:
+            self.on_change(key, header, cost)
         return cost
+
+    def seal(self, key: bytes) -> None:
+        if key not in self._unsealed:
+            return
+        try:
+            self._make_folder(key)
+            with self._counts:  # so that it is not deleted under one name while it gets the other
+                waiting = self._unsealed.get(key)
+                if waiting is None:
+                    return
+                os.rename(waiting[0], self._name(key))
+                del self._unsealed[key]
+                size = self._sizes[key]
+            self._sync_directory(self._name(key).parent)
+        except OSError as error:
+            raise TierFailed(f"tier {self.name}: {error.strerror}") from error
+        self.on_change(key, waiting[1], size)
 
     def header(self, key: bytes) -> SegmentHeader:
         with self._open(key) as file:
@@ -145,10 +178,10 @@ class DiskTier:
         np.copyto(flat, whole[offset : offset + flat.nbytes])
 
     def delete(self, key: bytes) -> int:
-        size = self._forget(key)
+        path, size = self._forget(key)
         if size:
             try:
-                self._path(key).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             except OSError as error:  # read-only now; the next start finds it again
                 log.warning("segment not deleted tier=%s reason=%s", self.name, error.strerror)
             self.on_change(key, None, 0)
@@ -156,8 +189,9 @@ class DiskTier:
 
     def set_aside(self, key: bytes, reason: str) -> None:
         """Move a bad segment to the quarantine, with the reason in a file beside it."""
-        if self._forget(key):
-            self._move_aside(self._path(key), reason)
+        path, size = self._forget(key)
+        if size:
+            self._move_aside(path, reason, self._name(key).name)
             self.on_change(key, None, 0)
 
     @property
@@ -173,15 +207,43 @@ class DiskTier:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _path(self, key: bytes) -> Path:
+    def _look_for_room(self, cost: int, left: int) -> None:
+        """Say once when it is the disk, and not its budget, that takes no more, and once when it has room again."""
+        crowded = self.budget_bytes < self._budget and left < cost
+        if crowded and not self._crowded:
+            log.warning(
+                "the disk is full but for %d bytes left to others: older saved states are given up for new ones kept=%d",
+                self._reserve,
+                self._used,
+            )
+            self._crowded = True
+        elif self._crowded and left > ROOM_AGAIN * cost:
+            log.warning("the disk has room for saved states again")
+            self._crowded = False
+
+    def _name(self, key: bytes) -> Path:
+        """Of a sealed segment."""
         name = key.hex()
         return self._root / name[2:4] / (name + _SUFFIX)
 
-    def _forget(self, key: bytes) -> int:
+    def _path(self, key: bytes) -> Path:
+        waiting = self._unsealed.get(key)
+        return self._name(key) if waiting is None else waiting[0]
+
+    def _forget(self, key: bytes) -> tuple[Path, int]:
+        """(where its file is, bytes it was charged)"""
         with self._counts:
+            path = self._path(key)
+            self._unsealed.pop(key, None)
             size = self._sizes.pop(key, 0)
             self._used -= size
-        return size
+        return path, size
+
+    def _make_folder(self, key: bytes) -> None:
+        folder = self._name(key).parent
+        if not folder.exists():
+            folder.mkdir()
+            self._sync_directory(self._root)
 
     def _scan(self) -> None:
         """Count what an earlier process left, by names and sizes: opening every file is for those who need headers.
@@ -193,11 +255,11 @@ class DiskTier:
         for entry in self._files():
             try:
                 key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
-                if self._path(key) != Path(entry.path):
+                if self._name(key) != Path(entry.path):
                     raise ValueError("not the name of a segment")
                 size = entry.stat().st_size
             except ValueError as error:
-                self._move_aside(Path(entry.path), str(error))
+                self._move_aside(Path(entry.path), str(error), entry.name)
             except OSError as error:
                 log.warning("segment not counted file=%s reason=%s", entry.name, error.strerror)
             else:
@@ -210,15 +272,15 @@ class DiskTier:
                 with os.scandir(folder.path) as files:
                     yield from (f for f in files if f.name.endswith(_SUFFIX))
 
-    def _move_aside(self, path: Path, reason: str) -> None:
-        log.warning("segment set aside file=%s reason=%s", path.name, reason)
-        target = self._quarantine / path.name
+    def _move_aside(self, path: Path, reason: str, name: str) -> None:
+        log.warning("segment set aside file=%s reason=%s", name, reason)
+        target = self._quarantine / name
         try:
             path.rename(target)
             target.with_suffix(".reason").write_text(reason + "\n")
             self._shorten_quarantine()
         except OSError as failure:
-            log.warning("segment not moved file=%s reason=%s", path.name, failure.strerror)
+            log.warning("segment not moved file=%s reason=%s", name, failure.strerror)
 
     def _shorten_quarantine(self) -> None:
         kept = sorted(self._quarantine.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
@@ -249,7 +311,10 @@ class DiskTier:
 
     def _open(self, key: bytes):
         try:
-            return self._path(key).open("rb", buffering=0)
+            try:
+                return self._path(key).open("rb", buffering=0)
+            except FileNotFoundError:  # perhaps it was sealed in between
+                return self._name(key).open("rb", buffering=0)
         except OSError as error:
             reason = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
             raise SegmentBad(self.name, key, reason) from None
@@ -299,6 +364,12 @@ class DiskTier:
             found = running.total()
         if found != checksum:
             raise SegmentBad(self.name, key, f"checksum of part {part!r} differs")
+
+
+def _discard(temporary: Path) -> None:
+    """A file system that has become read-only refuses this too, even where there is no such file; the next start does it."""
+    with contextlib.suppress(OSError):
+        temporary.unlink()
 
 
 def _charged(nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import xxhash
@@ -47,7 +47,14 @@ class RamTier:
     def cost(self, header: SegmentHeader, parts: Mapping[str, int]) -> int:
         return OVERHEAD_BYTES + len(header.tokens) + sum(parts.values())
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray]) -> int:
+    @property
+    def unsealed(self) -> Collection[bytes]:
+        return ()
+
+    def seal(self, key: bytes) -> None:
+        """Nothing here outlives the process."""
+
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
         cost = self.cost(header, {name: a.nbytes for name, a in parts.items()})
         old = self._segments.get(key)
         free = self._budget - self._used + (old[3] if old else 0)

@@ -2,9 +2,9 @@
 
     python -m tests.statecache.crash_child PHASE ROOT
 
-PHASE: save, oversized, evict or recover. ROOT/0, ROOT/1, … are left as the kills left them; the last one ran to its end.
-Prints how many. A point lies before and after each file write (and in the middle of it), fsync, rename, unlink and SQL commit.
-It forks, so that imports are paid once.
+PHASE: save, oversized, unproven, evict or recover. ROOT/0, ROOT/1, … are left as the kills left them; the last one ran to its
+end. Prints how many. A point lies before and after each file write (and in the middle of it), fsync, rename, unlink and SQL
+commit. It forks, so that imports are paid once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from sqlalchemy.engine.default import DefaultDialect
 import statecache.tiers.disk as disk_module
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.tiers.disk import DiskTier
-from tests.statecache.world import LAYOUT, NAMESPACE, context, save
+from statecache.types import Boundary, BoundaryKind
+from tests.statecache.world import LAYOUT, NAMESPACE, SALT, context, save, truth
 
 SMALL = 60_000
 LITTLE = 8_000
@@ -74,9 +75,30 @@ def opened(root: Path, budget: int = 1 << 24, ram: int = 1 << 20) -> SavedStates
     return open_states(NAMESPACE, LAYOUT, ram, DiskSettings(root, budget, 0, claim_wait_s=0.0, index_url=url))
 
 
+def by_hand(states: SavedStates) -> SavedStates:
+    """Without the writing thread, so that the same point is the same moment each time."""
+    assert states.writer is not None
+    states.writer.close(0.0)
+    return states
+
+
 def write(states: SavedStates, which: int, *positions: int, logits: bool = False) -> None:
     ids = [save(states.cache, CONTEXTS[which], p, logits=logits).checkpoint_id for p in positions]
     states.cache.want([i for i in reversed(ids) if i])
+    settle(states)
+
+
+def write_unproven(states: SavedStates, which: int, position: int) -> str:
+    """Put what nobody has seen finite logits of, and bring it to the disk as far as it may come."""
+    cache, tokens = states.cache, CONTEXTS[which]
+    payload = truth(tokens, SALT, position, start=cache.kv_missing_from(tokens, SALT, position))
+    placed = cache.put(tokens, SALT, Boundary(position, BoundaryKind.LADDER), payload, proven=False).checkpoint_id or ""
+    cache.want([placed])
+    settle(states)
+    return placed
+
+
+def settle(states: SavedStates) -> None:
     while states.cache.copy_one() is not None:
         pass
     if states.ledger is not None:
@@ -96,9 +118,20 @@ def life(phase: str, root: Path, points: Points | None) -> None:
     if phase == "oversized":
         if points:
             points.install()
-        states = opened(root, ram=LITTLE)
+        states = by_hand(opened(root, ram=LITTLE))
         for position in (100, 200, 290, 350, 400):
             write(states, 0, position, logits=position == 400)
+        states.close(0.0, everything=False)
+        return
+    if phase == "unproven":
+        if points:
+            points.install()
+        states = by_hand(opened(root, ram=LITTLE))
+        ids = [write_unproven(states, 0, position) for position in (100, 200, 290, 350, 400)]
+        write_unproven(states, 1, 150)
+        states.cache.prove(ids)
+        settle(states)
+        write_unproven(states, 1, 290)
         states.close(0.0, everything=False)
         return
     states = opened(root, SMALL if phase == "evict" else 1 << 24)

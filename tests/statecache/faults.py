@@ -18,12 +18,12 @@ class FaultyTier(RamTier):
         self.fail_put_at = 0
         self.fail_reads = False
 
-    def put(self, key, header, parts):
+    def put(self, key, header, parts, *, sealed=True):
         if self.fail_put_at:
             self.fail_put_at -= 1
             if self.fail_put_at == 0:
                 raise TierFailed(f"tier {self.name}: no write")
-        return super().put(key, header, parts)
+        return super().put(key, header, parts, sealed=sealed)
 
     def read(self, key, part):
         if self.fail_reads:

@@ -209,7 +209,7 @@ class Killed(BaseException):
 
 
 BUDGET = 32_768
-OPERATIONS = ["open", "write", "fsync", "rename", "unlink"]
+OPERATIONS = ["name", "write", "fsync", "rename", "unlink"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -239,7 +239,7 @@ def test_a_kill_around_any_file_operation_leaves_only_whole_checkpoints(tmp_path
 
         cache = make(tiers=[DiskTier(root, BUDGET, reserve_bytes=0, fsync=operation == "fsync")])
         with monkeypatch.context() as patch:
-            targets = {"write": (DiskTier, "_write"), "open": (DiskTier, "_path"), "unlink": (Path, "unlink")}
+            targets = {"write": (DiskTier, "_write"), "name": (DiskTier, "_name"), "unlink": (Path, "unlink")}
             owner, name = targets.get(operation, (disk_module.os, operation))
             patch.setattr(owner, name, strike(getattr(owner, name)))
             try:
@@ -266,7 +266,7 @@ def test_a_kill_around_any_file_operation_leaves_only_whole_checkpoints(tmp_path
     assert operation == "unlink" or {0, 100, 300} <= set(survivors)
 
 
-def test_a_full_disk_shrinks_the_budget_and_is_no_error(tmp_path, monkeypatch):
+def test_a_full_disk_shrinks_the_budget_is_told_once_and_is_no_error(tmp_path, monkeypatch, caplog):
     tier = DiskTier(tmp_path, 1 << 24, reserve_bytes=1 << 20, fsync=False)
     cache = make(tiers=[tier])
     for seed in range(4):
@@ -284,8 +284,15 @@ def test_a_full_disk_shrinks_the_budget_and_is_no_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk_module.os, "statvfs", lambda path: Nearly())
     assert tier.budget_bytes == used
-    assert save(cache, context(9, 200), 199).checkpoint_id is not None  # something else went
+    for seed in range(9, 14):
+        assert save(cache, context(seed, 200), 199).checkpoint_id is not None  # something else went
     assert cache.stats().tiers["disk"].evictions > 0
+    assert [r.getMessage().split(":")[0] for r in caplog.records if r.name == "statecache.tiers.disk"] == [
+        f"the disk is full but for {1 << 20} bytes left to others"
+    ]
+    used = 1 << 22
+    save(cache, context(20, 200), 199)
+    assert sum("has room for saved states again" in r.getMessage() for r in caplog.records) == 1
     close_books(cache)
 
 

@@ -100,10 +100,10 @@ def test_nothing_is_matched_before_its_last_byte_is_written():
     tokens = context(7, 200)
 
     class Watching(RamTier):
-        def put(self, key, header, parts):
+        def put(self, key, header, parts, **kwargs):
             with cache.match(tokens, SALT) as match:
                 seen.append(match.position)
-            return super().put(key, header, parts)
+            return super().put(key, header, parts, **kwargs)
 
     seen: list[int] = []
     cache = make(tiers=[Watching(1 << 20)])

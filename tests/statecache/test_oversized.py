@@ -193,10 +193,10 @@ def test_one_that_is_taken_back_is_never_seen_whether_it_waits_or_is_being_writt
     written = save(cache, tokens, 1_100).checkpoint_id or ""
     real, evicted = disk.put, []
 
-    def put(key, header, parts):
+    def put(key, header, parts, **kwargs):
         if not evicted:
             evicted.append(cache.evict(written))
-        return real(key, header, parts)
+        return real(key, header, parts, **kwargs)
 
     disk.put = put
     copy_down(cache)

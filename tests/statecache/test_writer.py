@@ -65,10 +65,10 @@ def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
     gate, inside = threading.Event(), threading.Event()
 
     class Stuck(RamTier):
-        def put(self, key, header, parts):
+        def put(self, key, header, parts, **kwargs):
             inside.set()
             assert gate.wait(20)
-            return super().put(key, header, parts)
+            return super().put(key, header, parts, **kwargs)
 
     cache = make(tiers=[RamTier(60_000), Stuck(1 << 20, name="disk")], write_behind=True)
     writer = Writer(cache)
@@ -213,7 +213,11 @@ def test_what_goes_to_disk_of_a_turn(placed, ends):
     assert [b.position for b in chosen] == sorted({b.position for b in chosen}, reverse=True)
     assert all(b in chosen for b in boundaries if b.kind in LASTING)
     messages = sorted((b for b in boundaries if b.kind in MESSAGE_ENDS), key=lambda b: -b.position)
-    assert [b for b in chosen if b.kind in MESSAGE_ENDS] == messages[:ends]
+    assert [b for b in chosen if b.kind in MESSAGE_ENDS] == messages[: min(2, ends)]
+    every = worth_disk(boundaries, Policy(durable_ends=ends), lambda kind, rank: True)
+    assert [b for b in every if b.kind in MESSAGE_ENDS] == messages[:ends]
+    least = worth_disk(boundaries, Policy(durable_ends=ends), lambda kind, rank: False)
+    assert [b for b in least if b.kind in MESSAGE_ENDS] == messages[: min(1, ends)]
     others = [b for b in chosen if b.kind not in LASTING | MESSAGE_ENDS]
     assert len(others) <= max(0, min(2, ends) - len(messages))
     assert len({b.kind for b in others}) == len(others)
@@ -230,9 +234,11 @@ def test_the_places_that_agents_come_back_to_go_to_disk():
     ]
     assert chosen(asks + answer) == [150, 92], "where a template drops the words that ask, and where the next turn appends"
     rewritten = [Boundary(20, kind.SYSTEM), Boundary(40, kind.TURN), Boundary(92, kind.USER), Boundary(100, kind.PROMPT_END)]
-    assert chosen(rewritten + answer) == [150, 92, 40, 20], "and where the last message began"
+    assert chosen(rewritten + answer) == [150, 92, 20]
+    third = worth_disk(rewritten + answer, Policy(), lambda kind, rank: True)
+    assert [b.position for b in third] == [150, 92, 40, 20], "and where the last message began, if that was seen to help"
     many = [Boundary(p, kind.USER) for p in (50, 60, 70, 80)]
-    assert chosen(many + answer) == [150, 80, 70]
+    assert chosen(many + answer) == [150, 80]
     plain = [
         Boundary(744, kind.SHADOW),
         Boundary(936, kind.SHADOW),

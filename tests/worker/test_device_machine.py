@@ -155,7 +155,9 @@ class DeviceMachine(RuleBasedStateMachine):
         if settled:
             self.bridge.drain(60.0, everything=True)
             self.cache.write_back()
-        durable = set(self.cache._kept.shelves[1].holdings)
+        lower = self.cache._kept.shelves[1]
+        durable = {i for i in lower.holdings if not lower.unsealed(self.cache._kept.records[i])}
+        assert not settled or durable == {i for i in lower.holdings if self.cache._kept.records[i].proven}
         self.boot()
         assert {info.id for info in self.cache.checkpoints()} == durable
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from agentserve.worker.messages import (
@@ -200,6 +202,79 @@ def test_nan_leaves_nothing_to_match_and_others_go_on() -> None:
     assert h.matched(again).position == 0
     h.run()
     h.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("place", ["device", "memory"])
+@pytest.mark.parametrize("first_ends", ["well", "in NaN"])
+def test_what_two_turns_build_on_goes_only_if_neither_proved_it(place: str, first_ends: str) -> None:
+    h = Harness(stays=place == "device", chunk=16)
+    if first_ends == "in NaN":
+        h.engine.nan.add("t1")
+    first = h.turn(PROMPT, cuts=[SYSTEM])
+    while not h.of(first, Saved):
+        h.loop.step()
+    second = h.turn([*PROMPT[:70], 5, 6, 7])
+    assert h.matched(second).position == 70
+    h.engine.nan.add(second)
+    h.run()
+    assert isinstance(h.end(second), TurnFailed)
+    third = h.turn(PROMPT)
+    assert (h.matched(third).position == 0) is (first_ends == "in NaN"), h.matched(third).position
+    h.run()
+    h.assert_nothing_is_held()
+
+
+def test_what_one_turn_proved_stays_when_the_turn_that_saved_it_ends_in_nan() -> None:
+    h = Harness()
+    h.engine.nan.add("t1")
+    first = h.turn(PROMPT, cuts=[SYSTEM])
+    while not h.of(first, Saved):
+        h.loop.step()
+    second = h.turn([*PROMPT[:70], 5, 6, 7])
+    h.run()
+    assert isinstance(h.end(first), TurnFailed)
+    assert isinstance(h.end(second), TurnFinished)
+    assert h.matched(h.turn(PROMPT)).position == 70
+    h.run()
+    h.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "prewarmed", "in NaN"])
+def test_what_a_turn_without_a_token_left_outlives_the_process_unless_it_ended_in_nan(tmp_path: Path, ends: str) -> None:
+    h = Harness(stays=False, disk=tmp_path)
+    if ends == "in NaN":
+        h.engine.nan.add("t1")
+    first = h.turn(PROMPT, cuts=[SYSTEM], generate=ends != "prewarmed")
+    while not h.of(first, Saved):
+        h.loop.step()
+    (record,) = h.cache._kept.records.values()
+    assert not record.proven
+    h.states.want([record.id])
+    assert h.states.writer is not None
+    h.states.writer.flush(20.0)
+    assert not list(tmp_path.glob("*/??/*"))
+    if ends == "cancelled":
+        h.loop.cancel(first)
+    h.run()
+    assert record.proven is (ends != "in NaN")
+    h.states.close()
+    again = Harness(stays=False, disk=tmp_path)
+    assert bool(again.cache.checkpoints()) is (ends != "in NaN")
+    again.states.close()
+
+
+@pytest.mark.parametrize("generated", [0, 1, 5])
+def test_a_state_is_proven_when_it_is_saved_if_a_token_came_from_it(generated: int) -> None:
+    h = Harness(stays=False)
+    turn = h.turn(PROMPT, cuts=[SYSTEM], max_tokens=8)
+    while len(h.loop._turns[turn].generated) < generated or not h.of(turn, Saved):
+        h.loop.step()
+    proven = {record.position: record.proven for record in h.cache._kept.records.values()}
+    assert proven
+    seen = len(PROMPT) + len(h.loop._turns[turn].generated) - 1 if generated else 0
+    assert all(is_proven == (position <= seen) for position, is_proven in proven.items())
+    h.run()
+    assert all(record.proven for record in h.cache._kept.records.values())
 
 
 def test_waiting_turns_hear_of_their_place_every_second() -> None:
