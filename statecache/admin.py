@@ -186,15 +186,21 @@ def export(described: About, target: Path, step: Step = lambda nbytes: None) -> 
     """Write a namespace's sound segments to a tar file; their number. The file appears when it is complete."""
     temporary = target.with_name(target.name + ".part")
     count = 0
-    with tarfile.open(temporary, "w") as archive:
-        archive.add(described.path / ABOUT, ABOUT)
-        for file in segment_files(described.path):
-            size = _size(file)
-            if not check(file, described.namespace):
-                archive.add(file, file.name)
-                count += 1
-            step(size)
-    temporary.rename(target)
+    try:
+        with tarfile.open(temporary, "w") as archive:
+            archive.add(described.path / ABOUT, ABOUT)
+            for file in segment_files(described.path):
+                size = _size(file)
+                try:
+                    if not check(file, described.namespace):
+                        archive.add(file, file.name)
+                        count += 1
+                except FileNotFoundError:  # a server that runs has evicted it
+                    continue
+                step(size)
+        temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return count
 
 
@@ -236,7 +242,7 @@ def import_(source: Path, root: Path, step: Step = lambda nbytes: None) -> tuple
             finally:
                 held.release()
     except tarfile.TarError as error:
-        raise ValueError(f"{source}: {error}") from error
+        raise ValueError(f"{source} is not an export of saved states, or is damaged: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     found = about(folder)

@@ -58,7 +58,7 @@ def claim(path: Path, *, wait_s: float = CLAIM_WAIT_S, waiting: Callable[[], Non
         except BlockingIOError:
             if time.monotonic() >= until:
                 os.close(descriptor)
-                raise TierFailed(f"{path} is used by another process") from None
+                raise TierFailed(f"{path} is used by another process: a server that runs, or another `cache` command") from None
         waiting()
         time.sleep(0.1)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from agentserve.cli.connect import Target
     from statecache.admin import Step
     from statecache.directory import About
 
@@ -24,11 +25,13 @@ app = typer.Typer(
     help="Look at the saved states on disk, check them, tidy up, carry them to another machine.", no_args_is_help=True
 )
 Name = Annotated[str | None, typer.Argument(help="A model's name, or the first digits of a namespace. Default: all.")]
+Url = Annotated[str | None, typer.Option(help="Address of the server. Default: as the settings say.")]
+Token = Annotated[str | None, typer.Option(help="Its own token. Default: from the state directory.")]
 OneName = Annotated[str, typer.Argument(help="A model's name, or the first digits of a namespace.")]
 
 
 @app.command("ls")
-def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None) -> None:
+def list_(url: Url = None, token: Token = None, config: options.ConfigFile = None, state_dir: options.StateDir = None) -> None:
     """One line for each model that has saved states on disk here, and what a running server holds in every tier.
 
     The disk is read directly, so it works without a server; only a server that runs with this state directory on this
@@ -36,10 +39,16 @@ def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None)
     """
     from rich.console import Console
 
+    from agentserve.cli.chat import find_target
     from statecache import admin
 
+    root = _root(config, state_dir)
+    found = admin.folders(root)
+    if not found:
+        typer.echo(f"no saved states in {root}")
+        return
     table = _table("saved states of", "namespace", "checkpoints", "extents", "size", "last start", "bad")
-    for folder in admin.folders(_root(config, state_dir)):
+    for folder in found:
         table.add_row(
             folder.about.label,
             folder.about.namespace.hex()[:8],
@@ -50,15 +59,15 @@ def list_(config: options.ConfigFile = None, state_dir: options.StateDir = None)
             str(folder.bad or "–"),
         )
     Console().print(table)
-    _show_live(config, state_dir, [folder.about for folder in admin.folders(_root(config, state_dir))])
+    _show_live(find_target(config, state_dir, url, token), [folder.about for folder in found], must_answer=url is not None)
 
 
 @app.command("quota")
 def quota(
     ram_mb: Annotated[int | None, typer.Option(min=0, help="Memory for saved states, MiB.")] = None,
     disk_mb: Annotated[int | None, typer.Option(min=0, help="Disk space for saved states of all models, MiB.")] = None,
-    url: Annotated[str | None, typer.Option(help="Address of the server. Default: as the settings say.")] = None,
-    token: Annotated[str | None, typer.Option(help="Its own token. Default: from the state directory.")] = None,
+    url: Url = None,
+    token: Token = None,
     config: options.ConfigFile = None,
     state_dir: options.StateDir = None,
 ) -> None:
@@ -75,7 +84,7 @@ def quota(
     try:
         answer = target.post("/v1/cache/quota", body) if body else target.get("/v1/cache")
     except Unreachable as error:
-        options.fail(f"{error} {error.hint}".strip())
+        options.fail(f"{error}\n{error.hint}".rstrip())
     _show_tiers(answer["tiers"])
     if body:
         kept = answer["at_restart"]
@@ -87,7 +96,7 @@ def quota(
 @app.command("show")
 def show(
     name: OneName,
-    limit: Annotated[int, typer.Option(help="Most lines.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 50,
     config: options.ConfigFile = None,
     state_dir: options.StateDir = None,
 ) -> None:
@@ -115,6 +124,8 @@ def show(
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(c.header.kind for c in states).most_common())
     extents = [c for c in found if c.header.what == "extent"]
     tokens = sum(len(c.header.tokens) // 4 for c in extents)
+    if len(states) > limit:
+        console.print(f"… and {len(states) - limit} more, which --limit {len(states)} would show.", highlight=False)
     console.print(f"{len(states)} checkpoints ({kinds}) on {tokens} tokens of KV in {len(extents)} extents.", highlight=False)
 
 
@@ -151,16 +162,22 @@ def collect(
 ) -> None:
     """Delete what no checkpoint needs: leftovers of crashes, broken chains, the quarantine."""
     from statecache import admin, directory
+    from statecache.errors import TierFailed
 
+    busy = 0
     for about in _chosen(_root(config, state_dir), name):
-        if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
-            size = directory.size_of(about.path)
-            typer.echo(
-                f"{about.label}: {shapes.size(size)} removed" if directory.remove(about.path) else f"{about.label}: in use"
-            )
-            continue
-        with _refusals():
-            typer.echo(f"{about.label}: {shapes.size(admin.tidy(about))} freed")
+        try:
+            if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
+                size = directory.size_of(about.path)
+                if not directory.remove(about.path):
+                    raise TierFailed(f"{about.path} is used by another process")
+                typer.echo(f"{about.label}: {shapes.size(size)} removed")
+            else:
+                typer.echo(f"{about.label}: {shapes.size(admin.tidy(about))} freed")
+        except TierFailed as error:  # the others can be tidied all the same
+            typer.secho(f"{about.label}: left as it is, {error}", err=True, fg="red")
+            busy += 1
+    raise typer.Exit(1 if busy else 0)
 
 
 @app.command("export")
@@ -192,7 +209,7 @@ def import_(
         size = file.stat().st_size
         with _progress("importing", size) as step:
             about, added, refused = admin.import_(file, _root(config, state_dir), step)
-    typer.echo(f"{about.label}: {added} segments added, {refused} refused")
+    typer.echo(f"{about.label}: {added} segments added, {refused} refused. The next start of that model finds them.")
     raise typer.Exit(1 if refused else 0)
 
 
@@ -216,20 +233,19 @@ def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: opt
             ledger.close()
 
 
-def _show_live(config: Path | None, state_dir: Path | None, here: list[About]) -> None:
-    """What the server of these settings holds, if one runs and has its states in this directory."""
-    from agentserve.cli.chat import find_target
+def _show_live(target: Target, here: list[About], *, must_answer: bool) -> None:
+    """What a server holds, if it runs and has its states in this directory."""
     from agentserve.cli.connect import Unreachable
 
-    target = find_target(config, state_dir, None, None)
     try:
-        answer = target.get("/v1/cache", timeout_s=2.0)
+        answer = target.get("/v1/cache", timeout_s=10.0 if must_answer else 2.0)
         served = [about for about in here if about.namespace.hex() == answer["namespace"]]
         if served:
             typer.echo(f"{served[0].model} is served at {target.url}:")
             _show_tiers(answer["tiers"])
-    except (Unreachable, KeyError, TypeError):
-        return
+    except (Unreachable, KeyError, TypeError) as error:
+        if must_answer:
+            options.fail(f"{error}\n{getattr(error, 'hint', '')}".rstrip())
 
 
 def _show_tiers(rows: list[dict[str, Any]]) -> None:
@@ -260,7 +276,10 @@ def _choose(root: Path, name: str) -> About:
 def _chosen(root: Path, name: str | None) -> list[About]:
     from statecache.directory import namespaces
 
-    return namespaces(root) if name is None else [_choose(root, name)]
+    found = namespaces(root) if name is None else [_choose(root, name)]
+    if not found:
+        typer.echo(f"no saved states in {root}")
+    return found
 
 
 @contextmanager
@@ -271,7 +290,9 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
-    except (TierFailed, ValueError, OSError, SQLAlchemyError) as error:
+    except OSError as error:
+        options.fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (TierFailed, ValueError, SQLAlchemyError) as error:
         options.fail(str(error))
 
 
