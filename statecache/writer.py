@@ -1,7 +1,8 @@
 """Copies checkpoints to the durable tier in the background, so that no turn waits for a disk.
 
 What waits is a list of ids whose bytes lie in the memory tier, so the queue needs no memory of its own and its bound is that
-tier's budget. A failing disk is told once, tried again now and then, and told once more when it works.
+tier's budget. A failing disk is told once, tried again now and then, and told once more when it works; so is one that is too
+slow for what is saved.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Writer:
         self._wake = threading.Event()
         self._stop = False
         self._trouble = ""
+        self._dropped = cache.dropped
+        self._behind = False
         self.writing = False
         """A copy is under way."""
         cache.on_waiting = self._wake.set
@@ -137,6 +140,7 @@ class Writer:
             return False
         finally:
             self.writing = False
+        self._look_behind(idle=written is None)
         if written is None:
             return False
         self._allowance.spend(written)
@@ -145,6 +149,16 @@ class Writer:
             self._trouble = ""
         self._after_copy()
         return True
+
+    def _look_behind(self, *, idle: bool) -> None:
+        """Whether states left memory before their turn to be written came."""
+        dropped, self._dropped = self._cache.dropped - self._dropped, self._cache.dropped
+        if dropped and not self._behind:
+            log.warning("the disk is too slow for what is saved: some states are gone from memory before they are written")
+            self._behind = True
+        elif idle and not dropped and self._behind:
+            log.warning("the disk keeps up with what is saved again")
+            self._behind = False
 
     def _tell(self, trouble: str) -> None:
         if not self._trouble:
