@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from agentserve.errors import LostEvents
 from agentserve.protocol.responses import ResponseBody
 from agentserve.protocol.server_events import Event
 
@@ -155,13 +156,21 @@ class Audience:
                 task.cancel()
                 await asyncio.wait({task})
 
+    async def ended(self, limit_s: float) -> None:
+        """Until the turn has ended, for at most limit_s."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=limit_s)
+
     async def _catch_up(self, one: Listener) -> None:
         while not one.live:
-            for event in self._history(one.next_number):
+            first = one.next_number
+            for event in self._history(first):
                 one.put(event)
                 if one.sink.full:
                     await one.sink.room()
             one.live = one.next_number >= self._sent  # nothing was sent while it waited for room
+            if not one.live and one.next_number == first:
+                raise LostEvents(first, self._sent)  # and not ask again for ever
 
     def _ended(self, _: asyncio.Task[ResponseBody]) -> None:
         for one in self._listeners:

@@ -13,7 +13,8 @@ AgentserveError
 │   └── ServerError
 ├── TurnFailure                     ends a response that was created, as `response.failed`
 ├── ConfigError                     the process does not start
-└── IllegalEvent                    our own bug: an event out of canonical order
+├── IllegalEvent                    our own bug: an event out of canonical order
+└── LostEvents                      our own bug: a response cannot tell again what it has sent
 
 Messages name the field, what was got and what is accepted; they may quote what the client sent and so stay out of the log.
 """
@@ -165,3 +166,8 @@ class ConfigError(AgentserveError):
 class IllegalEvent(AgentserveError):
     def __init__(self, state: str, event: str) -> None:
         super().__init__(f"event {event} is not legal in state {state}")
+
+
+class LostEvents(AgentserveError):
+    def __init__(self, told: int, sent: int) -> None:
+        super().__init__(f"the history of a response ends at event {told}, but {sent} were sent")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from agentserve.audience import Sink, on_lane
 from agentserve.errors import InvalidValue, NotFound
 from agentserve.protocol.responses import ResponseBody
-from agentserve.replay import send, stored_history
+from agentserve.replay import send, stored_history, whole_history
 from agentserve.services import Services
 
 
@@ -36,11 +37,25 @@ async def follow(
     if ended is None:
         stored = await services.store.get(principal, response_id)
         if stored is None:
-            raise no_response(response_id)
+            return await _failed(services, principal, response_id, sink, after, stream_id)
         ended = stored_history(stored)
     body, events = ended
     _check(after, len(events))
     await send([on_lane(event, stream_id) for event in events[after + 1 :]], sink)
+    return body
+
+
+async def _failed(
+    services: Services, principal: str, response_id: str, sink: Sink, after: int, stream_id: str | UnsetType
+) -> ResponseBody:
+    """One of the background that was lost with its server. How many events it had sent is not known: who has some of them is
+    told the last one."""
+    body = await services.store.in_background(principal, response_id)
+    if body is None or body.status != "failed":
+        raise no_response(response_id)
+    events = whole_history(body, None)
+    left = events[after + 1 :] or [msgspec.structs.replace(events[-1], sequence_number=after + 1)]
+    await send([on_lane(event, stream_id) for event in left], sink)
     return body
 
 

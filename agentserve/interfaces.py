@@ -14,6 +14,7 @@ import numpy as np
 
 from agentserve.constraints.output import OutputRule
 from agentserve.protocol.items import Item, OutputItem, Tool
+from agentserve.protocol.responses import ResponseBody
 from agentserve.worker.messages import (
     CheckpointRow,
     Cut,
@@ -257,6 +258,18 @@ class Store(Protocol):
 
     async def stored_bytes(self, principal: str) -> int:
         """What the principal's responses and conversations take."""
+        ...
+
+    async def begin_background(self, principal: str, body: ResponseBody) -> None:
+        """Remember a response that nobody waits for, until it is committed; durable when this returns."""
+        ...
+
+    async def fail_background(self, body: ResponseBody) -> None:
+        """It will not be committed; body: as it ended."""
+        ...
+
+    async def in_background(self, principal: str, response_id: str) -> ResponseBody | None:
+        """One that is not committed: as it began, or how it failed. Those of a server that was stopped have failed."""
         ...
 
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]: ...

@@ -49,6 +49,8 @@ from agentserve.websocket import DirectSocket
 
 log = logging.getLogger(__name__)
 
+CANCEL_S = 30.0
+"""How long a cancel waits for the end of its response, which is one step away; longer steps are answered as they stand."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
@@ -96,11 +98,13 @@ class Api:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Stops a running response and answers with its state; one that has ended is answered as it is."""
+        """Stops a running response and answers with what became of it; one that has ended is answered as it is."""
         turn = self._running(request)
-        if turn is not None:
-            turn.cancel()
-        return await self._as_it_stands(request)
+        if turn is None:
+            return await self._as_it_stands(request)
+        turn.cancel()
+        await turn.sink.ended(CANCEL_S)
+        return json_response(turn.body)
 
     def _running(self, request: Request) -> Turn | None:
         turn = self.services.active.get(request.path_params["id"])
@@ -110,8 +114,17 @@ class Api:
         turn = self._running(request)
         if turn is not None:
             return json_response(turn.body)
-        ended = self.services.endings.get(principal_of(request).id, request.path_params["id"])
-        return json_response((await self._stored(request)).body if ended is None else ended[0])
+        principal, response_id = principal_of(request).id, request.path_params["id"]
+        ended = self.services.endings.get(principal, response_id)
+        if ended is not None:
+            return json_response(ended[0])
+        stored = await self.services.store.get(principal, response_id)
+        if stored is not None:
+            return json_response(stored.body)
+        begun = await self.services.store.in_background(principal, response_id)
+        if begun is None:
+            raise no_response(response_id)
+        return json_response(begun)
 
     async def input_items(self, request: Request) -> Response:
         stored = await self._stored(request)

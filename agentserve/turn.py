@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -20,7 +20,7 @@ from agentserve.cache_report import cache_report
 from agentserve.constraints.output import OutputRule
 from agentserve.context import Context, LocalResponses, resolve
 from agentserve.deadlines import DeadlineReport, DeadlineTracker
-from agentserve.errors import TurnFailure
+from agentserve.errors import ServerError, TurnFailure
 from agentserve.events import ResponseEvents
 from agentserve.idempotency import known_answer
 from agentserve.interfaces import StoredResponse
@@ -118,8 +118,10 @@ class Turn:
         self.services.quotas.end(self.request.principal.id)
 
     async def run(self) -> ResponseBody:
-        """The whole turn, up to its terminal event."""
+        """The whole turn, up to its terminal event. Raises ApiError if it cannot begin."""
         request, services = self.request, self.services
+        if request.create.background:
+            await services.store.begin_background(request.principal.id, self.events.body)
         self.announce()
         with self.running():
             try:
@@ -138,6 +140,9 @@ class Turn:
             except Exception as exc:
                 log.exception("turn broke response=%s error=%s", request.id, type(exc).__name__)
                 self.fail(TurnFailure("server_error", "the server failed in this turn; its context is unchanged, retry"))
+        if request.create.background and self.events.body.status == "failed":
+            with suppress(ServerError):  # then the next start says that it failed
+                await services.store.fail_background(self.events.body)
         return self.events.body
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────

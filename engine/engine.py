@@ -202,7 +202,7 @@ class Engine:
         seq = self._requests.get(request_id)
         if seq is None:
             raise InvalidRequest("request_id", request_id, "a request that is queued or running")
-        done = max(seq.computed if seq.restore is None else seq.restore.position, seq.busy_to)
+        done = max(seq.done, seq.busy_to)
         if position < max(1, done):
             raise InvalidRequest("position", position, f"{max(1, done)} or later")
         opened = self._open

@@ -166,6 +166,7 @@ class Request:
     hold_at_end: hold the state when generation ends (position = tokens forwarded, so without the last sampled token).
     due_us: when its first token should come, µs of the engine's clock; None = DEFAULT_DUE_US after it is submitted.
     priority: a higher one goes first among equally pressing ones. share: who its work is counted to; equal shares share.
+    owner: whose share that is; owners share before their shares do.
     mask: limits what is drawn; None = nothing does.
     """
 
@@ -179,6 +180,7 @@ class Request:
     due_us: int | None = None
     priority: int = 0
     share: str = ""
+    owner: str = ""
     mask: TokenMask | None = None
 
 

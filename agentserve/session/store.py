@@ -22,7 +22,8 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
-from agentserve.session import rows
+from agentserve.protocol.responses import ResponseBody
+from agentserve.session import background, rows
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
 from agentserve.session.database import DatabaseFileGone, connect, upgrade
@@ -57,6 +58,8 @@ class SqlStore:
         self._contexts: Kept[tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
         self.aliases = Aliases(self._engine)
         self.conversations = SqlConversations(self._read, self._write)
+        self._background: set[str] = set()
+        """Ids of those that this process runs."""
 
     async def open(self) -> None:
         """Bring the schema up to date if the configuration says so. Raises sqlalchemy.exc.SQLAlchemyError."""
@@ -66,6 +69,9 @@ class SqlStore:
                 log.info("database ready revision=%s", upgrade(self._engine))
             with self._writer.begin() as connection:
                 forget_before(connection, time.time() - ALIAS_DAYS * 86_400)
+                failed = background.fail_all(connection, time.time())
+            if failed:
+                log.warning("background responses ended with the server before count=%d", failed)
 
         await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
 
@@ -97,6 +103,9 @@ class SqlStore:
             rows.add_response(connection, new, base, shared)
             append_turn(connection, new)
             self.aliases.save(connection, new.id, new.generated_ids)
+            if new.id in self._background:
+                background.stored(connection, new.id)
+        self._background.discard(new.id)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))
         self._remember(msgspec.structs.replace(new, prompt_ids=b""))
@@ -164,7 +173,8 @@ class SqlStore:
 
         def remove(connection: Connection) -> tuple[bool, list[bytes]]:
             said = keys_of(connection, [response_id])
-            return rows.remove_response(connection, principal, response_id), said
+            gone = rows.remove_response(connection, principal, response_id)
+            return gone or background.remove(connection, principal, response_id), said
 
         gone, said = await self._write(remove)
         if gone:
@@ -183,7 +193,22 @@ class SqlStore:
         return await self._read(read)
 
     async def stored_bytes(self, principal: str) -> int:
-        return await self._read(lambda c: rows.stored_bytes(c, principal))
+        return await self._read(lambda c: rows.stored_bytes(c, principal) + background.held_bytes(c, principal))
+
+    # ── in the background ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def begin_background(self, principal: str, body: ResponseBody) -> None:
+        await self._write(lambda c: background.begin(c, principal, body, time.time()))
+        self._background.add(body.id)
+
+    async def fail_background(self, body: ResponseBody) -> None:
+        self._background.discard(body.id)
+        await self._write(lambda c: background.fail(c, body))
+
+    async def in_background(self, principal: str, response_id: str) -> ResponseBody | None:
+        if not _possible(response_id):
+            return None
+        return await self._read(lambda c: background.find(c, principal, response_id))
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 

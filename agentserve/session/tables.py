@@ -112,6 +112,16 @@ conversation_items = Table(
     Index(None, "conversation", "position"),
 )
 
+background = Table(
+    "background",
+    metadata,
+    Column("id", String(128), primary_key=True),
+    Column("principal", String(256), nullable=False, index=True),
+    Column("status", String(32), nullable=False, index=True),
+    Column("created_at", Float(53), nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
 aliases = Table(
     "aliases",
     metadata,

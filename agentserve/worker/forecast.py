@@ -19,7 +19,7 @@ import msgspec
 
 from agentserve.deadlines import DEFAULT_DEADLINE_MS, blend
 from agentserve.worker.turns import TurnRecord
-from engine.scheduler.order import Claim, order
+from engine.scheduler.order import Claim, Service, order
 from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.types import EngineEvent, PrefillProgress, TokenEvent
 
@@ -52,6 +52,7 @@ class Forecast:
         self._gap_us = gap_us
         self._sizes = chunk_sizes(chunk, min(LEAST_CHUNK, chunk))
         self._pace = Pace()
+        self._service = Service()
         self._correction = [EVEN, EVEN]
         self._load_ps = 0
         self.turns = 0
@@ -77,11 +78,15 @@ class Forecast:
     def stepped(self, before: dict[str, int], turns: dict[str, TurnRecord], events: Iterable[EngineEvent], us: int) -> None:
         """A step took `us`. before: prompt tokens that each turn had in its state, of those that had no first token."""
         rows = context = prefill = back = 0
+        self._service.ahead({owner(turns[turn_id]) for turn_id in before if turn_id in turns})
         for event in events:
             if isinstance(event, PrefillProgress):
                 start = before.get(event.request_id, event.processed)
-                prefill += event.processed - start
+                tokens = event.processed - start
+                prefill += tokens
                 back += pairs(start, event.processed)
+                if (turn := turns.get(event.request_id)) is not None:
+                    self._service.charge(owner(turn), self._pace.prefill_us(start, tokens, self._chunk))
             elif isinstance(event, TokenEvent) and event.index > 0:
                 rows += 1
                 turn = turns.get(event.request_id)
@@ -126,11 +131,10 @@ class Forecast:
         mine = next((job for job in jobs if job.turn is turn), None)
         if mine is None:
             return 0
-        at = now_us
+        at, ahead = now_us, self._service.ahead({job.owner for job in jobs})
         for _ in range(MOST_STEPS):
-            claims = [Claim(job.due, job.cost, job.share, job.turn.start.priority, i) for i, job in enumerate(jobs)]
             budget, back, prefill, ended = chunk, 0, 0, []
-            for index in order(claims, at):
+            for index in order([job.claim(i) for i, job in enumerate(jobs)], at, ahead):
                 job = jobs[index]
                 take = min(job.left, chunk - job.done % chunk)
                 if prefill and take > budget:
@@ -138,7 +142,7 @@ class Forecast:
                 budget -= take
                 prefill += take
                 back += pairs(job.done, job.done + take)
-                job.advance(take)
+                ahead[job.owner] += job.advance(take)
                 if not job.left:
                     ended.append(job)
                 if budget <= 0:
@@ -150,8 +154,8 @@ class Forecast:
             for job in ended:
                 jobs.remove(job)
                 rows, context = rows + 1, context + job.done
-        ahead = order([Claim(job.due, job.cost, job.share, job.turn.start.priority, i) for i, job in enumerate(jobs)], at)
-        before = ahead[: ahead.index(jobs.index(mine)) + 1]
+        line = order([job.claim(i) for i, job in enumerate(jobs)], at, ahead)
+        before = line[: line.index(jobs.index(mine)) + 1]
         return at - now_us + pace.prompts_us([(jobs[i].done, jobs[i].left) for i in before], chunk, rows, context)
 
     def _chunk_beside(self, rows: int, context: int, prompts: int) -> int:
@@ -168,7 +172,7 @@ class Forecast:
 class _Job:
     """A turn that waits, as the played steps change it."""
 
-    __slots__ = ("_each", "cost", "done", "due", "left", "share", "turn")
+    __slots__ = ("_each", "cost", "done", "due", "left", "owner", "share", "turn")
 
     def __init__(self, turn: TurnRecord, cost: int) -> None:
         self.turn = turn
@@ -177,12 +181,19 @@ class _Job:
         self.left = turn.unprefilled
         self.due = due_us(turn)
         self.share = share(turn)
+        self.owner = owner(turn)
         self._each = cost / max(1, self.left)
 
-    def advance(self, tokens: int) -> None:
+    def claim(self, arrival: int) -> Claim:
+        return Claim(self.due, self.cost, self.share, self.turn.start.priority, arrival, self.owner)
+
+    def advance(self, tokens: int) -> int:
+        """Returns what these tokens cost."""
+        before = self.cost
         self.done += tokens
         self.left -= tokens
         self.cost = int(self.left * self._each)
+        return before - self.cost
 
 
 def due_us(turn: TurnRecord) -> int:
@@ -195,7 +206,12 @@ def due_us(turn: TurnRecord) -> int:
 
 def share(turn: TurnRecord) -> str:
     """Who a turn is counted to: its session, so that an agent's many lanes and sub-agents have together what one has alone."""
-    return f"{turn.start.salt.hex()}/{turn.start.session}"
+    return turn.start.session
+
+
+def owner(turn: TurnRecord) -> str:
+    """Whose session that is: the principal, whose many sessions have together what another's one has."""
+    return turn.start.salt.hex()
 
 
 # ── kept over restarts ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from agentserve.deadlines import Rates
-from agentserve.worker.forecast import due_us, share
+from agentserve.worker.forecast import due_us, owner, share
 from agentserve.worker.messages import Load, StartTurn, TurnFailed
 from agentserve.worker.turns import TurnRecord
 from engine.types import EngineStats, HoldId, ModelInfo, Request, SamplingParams, StateSnapshot
@@ -40,6 +40,7 @@ def engine_request(turn: TurnRecord, info: ModelInfo, restore: StateSnapshot | H
         due_us=due_us(turn),
         priority=turn.start.priority,
         share=share(turn),
+        owner=owner(turn),
     )
 
 

@@ -3,6 +3,7 @@
 Two classes. A turn is pressed once its slack (time to its deadline beyond what its own prefill takes) is short, and as long as
 the deadline can still be kept; pressed turns go by deadline. All others go by what is left to compute, cheapest first, counted
 together with what lies before them in their own share, so that many turns of one agent never stand before another agent's few.
+Owners of shares then take turns by what each has had (`Service`): one with many agents gets no more than one with a single one.
 
 Aging: a turn whose deadline cannot be kept any more gets a second one, GRACE_US after it, which is for good. New turns have
 later ones, so every turn comes to the front of the first class, whatever arrives behind it.
@@ -10,7 +11,7 @@ later ones, so every turn comes to the front of the first class, whatever arrive
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 GRACE_US = 30_000_000
@@ -26,7 +27,8 @@ class Claim:
     """What one turn asks for. Times in µs on one clock.
 
     due: when its first token should come. cost: µs that the prefill before it still takes. share: who it is counted to.
-    priority: a higher one goes first among equals. arrival: number; breaks ties.
+    priority: a higher one goes first among equals of one owner, or of one deadline. arrival: number; breaks ties. owner: of the
+    share.
     """
 
     due: int
@@ -34,6 +36,28 @@ class Claim:
     share: str = ""
     priority: int = 0
     arrival: int = 0
+    owner: str = ""
+
+
+class Service:
+    """What owners have had, µs of prefill, while others waited. Who was alone owes nothing for it; who comes back after a while
+    is not given what it did not ask for."""
+
+    def __init__(self) -> None:
+        self._had: dict[str, int] = {}
+        self._least = 0
+
+    def charge(self, owner: str, us: int) -> None:
+        """A part of the owner's prefill is computed; `ahead` was asked since the one before."""
+        self._had[owner] = self._had.get(owner, self._least) + us
+
+    def ahead(self, owners: Collection[str]) -> dict[str, int]:
+        """Of those that wait for prefill now: µs that each has had more than the one that has had least."""
+        had = {owner: self._had.get(owner, self._least) for owner in owners}
+        if had:
+            self._least = min(had.values())
+            self._had = {owner: us for owner, us in self._had.items() if us > self._least}
+        return {owner: us - self._least for owner, us in had.items()}
 
 
 def deadline(claim: Claim, now: int) -> int:
@@ -47,11 +71,11 @@ def pressed(claim: Claim, now: int) -> bool:
     return slack < max(PRESS_US, claim.cost // 2)
 
 
-def order(claims: Sequence[Claim], now: int) -> list[int]:
-    """Indices of the claims, the first to be served first."""
+def order(claims: Sequence[Claim], now: int, ahead: Mapping[str, int] | None = None) -> list[int]:
+    """Indices of the claims, the first to be served first. ahead: as Service tells it, none = all owners have had the same."""
     urgent = [i for i, claim in enumerate(claims) if pressed(claim, now)]
     urgent.sort(key=lambda i: _by_deadline(claims[i], now))
-    return [*urgent, *_by_cost(claims, set(urgent))]
+    return [*urgent, *_by_owner(claims, _by_cost(claims, set(urgent)), ahead or {})]
 
 
 def _by_deadline(claim: Claim, now: int) -> tuple[int, int, int, int]:
@@ -60,15 +84,27 @@ def _by_deadline(claim: Claim, now: int) -> tuple[int, int, int, int]:
 
 
 def _by_cost(claims: Sequence[Claim], without: set[int]) -> list[int]:
-    """Cheapest first by the sum that a turn's share has before and with it. Equal: within a factor of two."""
+    """Cheapest first by the sum that a turn's share has before and with it. Equal: within a factor of two. Owners are not
+    looked at but as part of the share."""
     rest = sorted((i for i in range(len(claims)) if i not in without), key=lambda i: _cost_key(claims[i], claims[i].cost))
-    sums: dict[str, int] = {}
+    sums: dict[tuple[str, str], int] = {}
     keys: dict[int, tuple[int, int, int, int]] = {}
     for i in rest:
         claim = claims[i]
-        sums[claim.share] = total = sums.get(claim.share, 0) + claim.cost
+        share = (claim.owner, claim.share)
+        sums[share] = total = sums.get(share, 0) + claim.cost
         keys[i] = _cost_key(claim, total)
     return sorted(rest, key=lambda i: keys[i])
+
+
+def _by_owner(claims: Sequence[Claim], ordered: Sequence[int], ahead: Mapping[str, int]) -> list[int]:
+    """The turns of each owner stay in their order; those of different ones go by what theirs has had, with them."""
+    sums: dict[str, int] = {}
+    had: dict[int, int] = {}
+    for i in ordered:
+        claim = claims[i]
+        sums[claim.owner] = had[i] = sums.get(claim.owner, ahead.get(claim.owner, 0)) + claim.cost
+    return sorted(ordered, key=had.__getitem__) if len(sums) > 1 else list(ordered)
 
 
 def _cost_key(claim: Claim, cost: int) -> tuple[int, int, int, int]:

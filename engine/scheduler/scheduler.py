@@ -21,7 +21,7 @@ from engine.kvcache.loading import Loading
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
 from engine.scheduler.growth import blend, planned_growth, to_pause
-from engine.scheduler.order import GRACE_US, Claim, order, pressed
+from engine.scheduler.order import GRACE_US, Claim, Service, order, pressed
 from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
 from engine.scheduler.prefill import choose_slices, next_edge
 from engine.scheduler.sequence import Sequence
@@ -52,7 +52,7 @@ class Scheduler:
     clock(): µs, of the same clock as the deadlines.
     reclaim(pages): asks the owner of holds to release some worth about `pages` pages; returns how many holds it released.
     starved: requests that cannot go on although nothing else runs and reclaim gave nothing; the engine fails them.
-    pace: what steps cost; the engine tells it.
+    pace: what steps cost; the engine tells it. service: what each owner of requests has had.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Scheduler:
         self.restore_bytes = restore_bytes
         self.gap_us = gap_us
         self.pace = Pace()
+        self.service = Service()
         self.reclaim: Callable[[int], int] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -84,6 +85,7 @@ class Scheduler:
         self._sizes = chunk_sizes(chunk_tokens, min(LEAST_CHUNK, chunk_tokens))
         self._typical_output: int | None = None
         self._ready: list[Sequence] = []
+        self._ahead: dict[str, int] = {}
         self._now = 0
 
     # ── a step, in two halves ───────────────────────────────────────────────────────────────────────────────────
@@ -95,6 +97,7 @@ class Scheduler:
             # An earlier, older request may have sent this one to the host.
             if seq.table is not None and seq.decoding and seq.computed < seq.length:
                 self._grow(seq)
+        self._ahead = self.service.ahead({s.request.owner for s in (*self.running, *self.waiting) if not s.output_length})
         if self.waiting:
             self._let_in()
         self._load()
@@ -117,6 +120,8 @@ class Scheduler:
             for index in choose_slices(lengths, budget):
                 seq = turn[index]
                 chosen.append(Slice(seq, seq.computed, ends[index], self._cut_rows(seq, ends[index])))
+                us = self.pace.prefill_us(seq.computed, lengths[index], self.chunk_tokens)
+                self.service.charge(seq.request.owner, us)
         return chosen
 
     def _chunk(self, seq: Sequence) -> int:
@@ -135,26 +140,24 @@ class Scheduler:
     # ── order ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ordered(self, seqs: list[Sequence]) -> list[Sequence]:
-        return [seqs[i] for i in order([self.claim(seq) for seq in seqs], self._now)]
+        return [seqs[i] for i in order([self.claim(seq) for seq in seqs], self._now, self._ahead)]
 
     def claim(self, seq: Sequence) -> Claim:
         """What seq asks for: its first token, or to go on with an answer that was paused."""
         if seq.output_length:
             # Its first deadline is over already, so that the second, for good, is the one that counts.
-            return Claim(seq.paused_us + RESUME_US - GRACE_US, 0, seq.request.share, seq.request.priority, seq.order)
-        done = seq.computed if seq.restore is None else seq.restore.position
-        cost = self.pace.prefill_us(done, seq.prompt_length - done, self.chunk_tokens)
-        return Claim(seq.due_us, cost, seq.request.share, seq.request.priority, seq.order)
+            due, cost = seq.paused_us + RESUME_US - GRACE_US, 0
+        else:
+            due, cost = seq.due_us, self.pace.prefill_us(seq.done, seq.prompt_length - seq.done, self.chunk_tokens)
+        request = seq.request
+        return Claim(due, cost, request.share, request.priority, seq.order, request.owner)
 
     def _let_in(self) -> None:
         """Admit in order; the first that finds no room holds up those behind it, or large ones would wait for ever."""
         if len(self.waiting) > 1:
             self.waiting = self._ordered(self.waiting)
-        while self.waiting:
-            seq = self.waiting[0]
-            if len(self.running) >= self.max_rows and not self._pause_one(seq):
-                return
-            if not self._admit(seq):
+        while self.waiting and (len(self.running) < self.max_rows or self._pause_one(self.waiting[0])):
+            if not self._admit(self.waiting[0]):
                 return
 
     def _pause_one(self, seq: Sequence) -> bool:
@@ -381,19 +384,14 @@ class Scheduler:
 
     def unprefilled_tokens(self) -> int:
         """Prompt tokens not yet in a state, over all requests: what a new one would wait behind."""
-        total = 0
-        for seq in (*self.running, *self.waiting):
-            done = seq.computed if seq.restore is None else seq.restore.position
-            total += max(0, seq.prompt_length - done)
-        return total
+        return sum(max(0, seq.prompt_length - seq.done) for seq in (*self.running, *self.waiting))
 
     def shortage(self, seq: Sequence) -> str:
         """Why a starved request cannot go on."""
-        pages = -(-(seq.length + 1) // self.store.page_size)
-        error: Exception = OutOfPages(pages, self.store.pages.free)
-        if self.store.recurrent and not self.store.rows.free:
-            error = OutOfRows(1, 0)
-        return f"{error}; {len(self.store.holds)} states are held and none could be released"
+        store = self.store
+        no_row = store.recurrent and not store.rows.free
+        error = OutOfRows(1, 0) if no_row else OutOfPages(-(-(seq.length + 1) // store.page_size), store.pages.free)
+        return f"{error}; {len(store.holds)} states are held and none could be released"
 
 
 def _tensor(logits: np.ndarray | None) -> torch.Tensor | None:

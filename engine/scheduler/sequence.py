@@ -87,6 +87,11 @@ class Sequence:
         return self._buffer[: self.length]
 
     @property
+    def done(self) -> int:
+        """Tokens that need not be computed any more."""
+        return self.computed if self.restore is None else self.restore.position
+
+    @property
     def output_length(self) -> int:
         return self.length - self.prompt_length
 

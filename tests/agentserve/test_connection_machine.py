@@ -108,7 +108,10 @@ class SocketMachine(RuleBasedStateMachine):
             return
         assert not self.closed, "an event behind the close frame"
         event = json.loads(message["text"])
-        if event["type"] == "error" or event["type"].startswith("response.steer."):
+        if event["type"] == "error":
+            assert event["error"]["code"] != "server_error", "no frame of a client is our own fault"
+            return
+        if event["type"].startswith("response.steer."):
             return
         lane = event.get("stream_id")
         told = self.lanes[lane]

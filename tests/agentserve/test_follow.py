@@ -12,6 +12,12 @@ import httpx
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from agentserve.audience import Audience, Nowhere
+from agentserve.errors import LostEvents, ServerError
+from agentserve.events import ResponseEvents
+from agentserve.protocol.responses import ResponseBody
+from agentserve.protocol.server_events import Event
+from agentserve.replay import Endings
 from tests.agentserve.test_http import sse_events
 from tests.agentserve.test_websocket import AUTH, send, until_terminal
 from tests.fakes.canonical import check
@@ -141,6 +147,26 @@ def test_a_slow_follower_holds_nobody_back_and_misses_nothing() -> None:
             assert slow == quick
 
 
+async def test_a_follower_is_not_kept_for_ever_where_the_history_lacks_an_event() -> None:
+    sent: list[Event] = []
+
+    async def run() -> ResponseBody:
+        return await asyncio.get_running_loop().create_future()
+
+    audience = Audience(history=lambda number: sent[number:-1], task=lambda: asyncio.ensure_future(run()), detached=False)
+    body = ResponseBody(id="resp_1", created_at=1, status="in_progress", model="m")
+    events = ResponseEvents(body, lambda event: (sent.append(event), audience.put(event)))
+    first = asyncio.ensure_future(audience.attend(Nowhere()))
+    await asyncio.sleep(0)
+    events.created()
+    events.in_progress()
+    with pytest.raises(LostEvents, match="ends at event 1, but 2 were sent"):
+        await audience.attend(Nowhere())
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
 def _texts(stream: Any) -> Iterator[bytes]:
     while True:
         head = stream.read(2)
@@ -148,6 +174,8 @@ def _texts(stream: Any) -> Iterator[bytes]:
         if size >= 126:
             size = int.from_bytes(stream.read(2 if size == 126 else 8), "big")
         text = stream.read(size)
+        if head[0] & 0x0F != 1:
+            continue  # a ping
         yield text
         if text.startswith(b'{"type":"response.completed"'):
             return
@@ -221,10 +249,29 @@ def test_a_background_response_is_answered_at_once_and_looked_up_later(server: F
     held(server, 3)
     second = client.post("/v1/responses", json={"input": "x", "background": True}).json()
     wait_for(lambda: len(server.worker.starts) == 2)
-    client.post(f"/v1/responses/{second['id']}/cancel")
-    wait_for(lambda: not server.services.active)
+    assert client.post(f"/v1/responses/{second['id']}/cancel").json()["status"] == "cancelled"
     assert client.get(f"/v1/responses/{second['id']}").json()["status"] == "cancelled"
     refused = client.post("/v1/responses", json={"input": "x", "background": True, "store": False})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
     missing = client.post("/v1/responses", json={"input": "x", "background": True, "previous_response_id": "resp_0"})
     assert missing.json()["error"]["code"] == "previous_response_not_found"
+    assert not server.store.background, "those that are stored are known as such"
+
+
+def test_a_background_response_is_known_before_it_runs_and_when_it_was_lost(server: FakeServer, client: httpx.Client) -> None:
+    server.store.background_fails = ServerError("the session database cannot be used now; retry")
+    refused = client.post("/v1/responses", json={"input": "x", "background": True})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "server_error")
+    assert not server.worker.starts
+    server.store.background_fails = None
+    server.worker.scripts.append(failing("server_error", "broke"))
+    begun = client.post("/v1/responses", json={"input": "x", "background": True}).json()
+    wait_for(lambda: server.store.background[begun["id"]][1].status == "failed")
+    server.services.endings = Endings()  # as after a restart
+    path = f"/v1/responses/{begun['id']}"
+    assert client.get(path).json()["error"]["message"] == "broke"
+    assert client.post(path + "/cancel").json()["status"] == "failed"
+    assert check(followed(client, begun["id"]))["status"] == "failed"
+    (last,) = followed(client, begun["id"], 40)
+    assert (last["type"], last["sequence_number"]) == ("response.failed", 41)
+    assert httpx.get(server.url + path, headers={"Authorization": f"Bearer {OTHER_TOKEN}"}).status_code == 404

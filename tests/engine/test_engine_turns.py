@@ -156,3 +156,21 @@ def test_requests_that_would_soon_need_pages_wait_instead_of_being_let_in_and_se
     assert max(len(step) for step in engine.model.forwards) == 2  # pyright: ignore[reportAttributeAccessIssue]
     for id, ids in prompts.items():
         assert log.tokens[id] == expected_tokens(ids, 40)
+
+
+def test_an_owner_with_many_prompts_gets_no_more_steps_than_one_with_a_single_one():
+    model, engine = ticking(max_rows=16, chunk_tokens=64, decode_gap_ms=0)
+    log, far = Log(), 10**12
+    for number in range(8):
+        name = f"many{number}"
+        engine.submit(request(name, prompt(number, 640), 1, due_us=far, owner="many", share=name, hold_at_end=False))
+    for _ in range(8):
+        log.add(engine.step())
+    engine.submit(request("one", prompt(9, 640), 1, due_us=far, owner="one", share="one", hold_at_end=False))
+    before = sum(map(len, log.progress.values()))
+    while not log.tokens["one"]:
+        log.add(engine.step())
+    steps = sum(map(len, log.progress.values())) - before
+    assert steps <= 2 * 10 + 1, "of its ten steps each waited for at most one of the other owner's"
+    run(engine, log)
+    release_all(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.protocol.responses import ResponseBody
 
 
 class NoConversations:
@@ -23,6 +24,8 @@ class FakeStore:
         self.rows: dict[str, StoredResponse] = {}
         self.committed: list[str] = []
         self.fail: Exception | None = None
+        self.background_fails: Exception | None = None
+        self.background: dict[str, tuple[str, ResponseBody]] = {}
 
     async def get(self, principal: str, response_id: str) -> StoredResponse | None:
         row = self.rows.get(response_id)
@@ -43,6 +46,7 @@ class FakeStore:
         if self.fail is not None:
             raise self.fail
         self.rows[response.id] = response
+        self.background.pop(response.id, None)
         self.committed.append(response.id)
 
     async def delete(self, principal: str, response_id: str) -> bool:
@@ -56,6 +60,18 @@ class FakeStore:
 
     async def stored_bytes(self, principal: str) -> int:
         return sum(len(r.body) for r in self.rows.values() if r.principal == principal)
+
+    async def begin_background(self, principal: str, body: ResponseBody) -> None:
+        if self.background_fails is not None:
+            raise self.background_fails
+        self.background[body.id] = (principal, body)
+
+    async def fail_background(self, body: ResponseBody) -> None:
+        self.background[body.id] = (self.background[body.id][0], body)
+
+    async def in_background(self, principal: str, response_id: str) -> ResponseBody | None:
+        owner, body = self.background.get(response_id, ("", None))
+        return body if owner == principal else None
 
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:
         names = list(dict.fromkeys(r.session for r in self.rows.values() if r.principal == principal))

@@ -10,6 +10,7 @@ import pytest
 
 from agentserve.worker.forecast import Forecast, Learned, learned_file, load_learned, save_learned
 from agentserve.worker.messages import TurnFinished
+from agentserve.worker.requests import engine_request
 from engine.types import EngineEvent, PrefillProgress, TokenEvent
 from tests.worker.harness import Harness
 
@@ -74,6 +75,20 @@ def test_a_turn_that_waits_for_others_is_predicted_to_wait() -> None:
     assert h.errors([first])[0] < 0.15
     assert h.matched(second).predicted_ttft_s > 0.46, "the rest of the first, then its own"
     assert h.matched(short).predicted_ttft_s < 0.1, "it goes before both, which have time"
+
+
+def test_a_turn_of_one_principal_is_not_predicted_to_wait_for_all_sessions_of_another() -> None:
+    rng, h = random.Random(4), Timed(ram_bytes=0, rows=12)
+    for _ in range(30):
+        h.turn(prompt(rng, rng.choice((8, 40, 200))), max_tokens=2)
+        h.run()
+    many = [h.turn(prompt(rng, 200), max_tokens=1, session=f"s{i}", salt=b"many", deadline_s=600.0) for i in range(8)]
+    one = h.turn(prompt(rng, 200), max_tokens=1, session="s", salt=b"one", deadline_s=600.0)
+    last = h.turn(prompt(rng, 200), max_tokens=1, session="last", salt=b"many", deadline_s=600.0)
+    assert h.matched(one).predicted_ttft_s < 0.4 * h.matched(last).predicted_ttft_s
+    assert h.loop._turns[one].start.salt.hex() == engine_request(h.loop._turns[one], h.engine.info, None, ()).owner
+    h.run()
+    assert all(isinstance(h.end(turn), TurnFinished) for turn in (*many, one, last))
 
 
 def test_a_new_process_begins_with_what_was_learned(tmp_path: Path) -> None:

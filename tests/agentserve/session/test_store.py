@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import StoredResponse
+from agentserve.protocol.responses import ErrorDetail, ResponseBody
 from agentserve.session import rows, tables
 from agentserve.session.store import SqlStore
 from agentserve.text.aliases import Alias
@@ -369,3 +370,49 @@ async def test_nothing_is_said_to_be_kept_in_a_file_that_is_gone(tmp_path, repla
         (tmp_path / "away.db").rename(path)
         await store.commit(later := response())
         assert await store.get("alice", later.id) is not None
+
+
+# ── in the background ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def begun(response_id: str) -> ResponseBody:
+    return ResponseBody(id=response_id, created_at=1, status="in_progress", model="demo", background=True)
+
+
+async def test_what_ran_in_the_background_has_failed_after_a_restart(database_url: str):
+    stored, failed, lost = response(), begun("resp_failed"), begun("resp_lost")
+    async with opened(database_url) as store:
+        for body in (begun(stored.id), failed, lost):
+            await store.begin_background("alice", body)
+        assert await store.in_background("alice", lost.id) == lost
+        assert await store.in_background("bob", lost.id) is None
+        assert not await store.delete("alice", lost.id), "it runs"
+        await store.commit(stored)
+        assert await store.in_background("alice", stored.id) is None
+        error = ErrorDetail(code="deadline_exceeded", message="late", type="invalid_request_error", param=None)
+        failed = msgspec.structs.replace(failed, status="failed", error=error)
+        await store.fail_background(failed)
+        assert await store.stored_bytes("alice") > len(stored.body) + 200
+    async with opened(database_url) as store:
+        assert await store.in_background("alice", failed.id) == failed
+        left = await store.in_background("alice", lost.id)
+        assert left is not None
+        assert (left.status, left.error and left.error.code) == ("failed", "server_error")
+        assert left.error is not None
+        assert "retry" in left.error.message
+        assert await store.get("alice", stored.id) is not None
+        assert not await store.delete("bob", lost.id)
+        assert await store.delete("alice", lost.id)
+        assert await store.in_background("alice", lost.id) is None
+
+
+async def test_a_failed_background_response_is_forgotten_after_a_month(database_url: str):
+    async with opened(database_url) as store:
+        await store.begin_background("alice", begun("resp_old"))
+        await store.begin_background("alice", begun("resp_new"))
+        old = tables.background.update().where(tables.background.c.id == "resp_old")
+        with store._writer.begin() as connection:
+            connection.execute(old.values(created_at=tables.background.c.created_at - 31 * 86_400))
+    async with opened(database_url) as store:
+        assert await store.in_background("alice", "resp_old") is None
+        assert await store.in_background("alice", "resp_new") is not None

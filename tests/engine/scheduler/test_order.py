@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.order import GRACE_US, NEAR_US, Claim, deadline, order, pressed
+from engine.scheduler.order import GRACE_US, NEAR_US, Claim, Service, deadline, order, pressed
 
 SECOND = 1_000_000
 times = st.integers(0, 100 * SECOND)
@@ -102,3 +102,73 @@ def test_a_server_that_follows_the_order_never_idles_and_serves_everybody(arriva
     total = sum(c.cost for c in todo)
     assert now == total + idle * tick
     assert now <= max(begins.values()) + total + tick
+
+
+# ── owners ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def owned_claims(draw):
+    count, far = draw(st.integers(1, 14)), 3600 * SECOND
+    owners, shares = st.sampled_from("xyz"), st.sampled_from("abcd")
+    return [Claim(far, draw(costs), draw(shares), draw(st.integers(-2, 2)), i, draw(owners)) for i in range(count)]
+
+
+@given(claims=owned_claims(), had=st.fixed_dictionaries({owner: costs for owner in "xyz"}))
+def test_no_owner_gets_ahead_of_one_that_waits_by_more_than_that_ones_next_turn(claims, had):
+    left = [claims[i] for i in order(claims, 0, had)]
+    served = dict(had)
+    while left:
+        turn, *left = left
+        served[turn.owner] += turn.cost
+        for other in {c.owner for c in left} - {turn.owner}:
+            following = next(c for c in left if c.owner == other)
+            assert served[turn.owner] <= served[other] + following.cost
+
+
+@given(claims=owned_claims(), now=times)
+def test_the_turns_of_one_owner_go_in_the_order_that_they_have_alone(claims, now):
+    found = [claims[i] for i in order(claims, now, {"x": 5 * SECOND})]
+    for owner in "xyz":
+        mine = [c for c in claims if c.owner == owner]
+        assert [c for c in found if c.owner == owner] == [mine[i] for i in order(mine, now)]
+
+
+@given(sessions=st.integers(1, 40), cost=st.integers(1, SECOND), other=st.integers(1, SECOND), rounds=st.integers(10, 120))
+def test_an_owner_with_many_sessions_gets_no_more_than_one_with_a_single_one(sessions, cost, other, rounds):
+    """Both ask again as soon as they are answered; deadlines are far."""
+    service, far, arrival = Service(), 3600 * SECOND, 0
+    waiting = [Claim(far, cost, f"s{i}", 0, -i, "many") for i in range(sessions)] + [Claim(far, other, "s", 0, 1, "one")]
+    got = {"many": 0, "one": 0}
+    for _ in range(rounds):
+        turn = waiting.pop(order(waiting, 0, service.ahead({c.owner for c in waiting}))[0])
+        service.charge(turn.owner, turn.cost)
+        got[turn.owner] += turn.cost
+        arrival += 1
+        waiting.append(Claim(far, turn.cost, turn.share, 0, arrival, turn.owner))
+    assert abs(got["many"] - got["one"]) <= cost + other
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, SECOND)), max_size=40), st.integers(0, SECOND))
+def test_who_was_alone_owes_nothing_for_it(history, cost):
+    service = Service()
+    for owner, us in history:
+        service.ahead({"x", "y", "z"})
+        service.charge(owner, us)
+    for _ in range(3):
+        service.ahead({"x"})
+        service.charge("x", 100 * SECOND + cost)
+    assert service.ahead({"x", "new"})["x"] <= 100 * SECOND + cost + sum(us for _, us in history)
+    assert min(service.ahead({"x", "new"}).values()) == 0
+
+
+def test_who_comes_back_owes_what_it_had_more_and_is_given_nothing_for_the_time_away():
+    service = Service()
+    service.ahead({"x", "y"})
+    service.charge("x", 7)
+    assert service.ahead({"y"}) == {"y": 0}
+    assert service.ahead({"x", "y"}) == {"x": 7, "y": 0}
+    for _ in range(10):
+        service.ahead({"x"})
+        service.charge("x", 7)
+    assert service.ahead({"x", "y"}) == {"x": 7, "y": 0}
