@@ -34,7 +34,7 @@ from agentserve.worker.client import WorkerClient
 from agentserve.worker.fleet import Fleet
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.shares import Share, shares
-from agentserve.worker.supervisor import Spawn, Supervisor, spawn_worker
+from agentserve.worker.supervisor import STUCK_S, Spawn, Supervisor, spawn_worker
 from statecache.directory import label_of
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ class Application:
         return host, port
 
 
-def compose(config: Config, spawn: Spawn = spawn_worker) -> Application:
+def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STUCK_S) -> Application:
     """Everything of one server, wired up. Starts nothing but reads the tokenizer. Raises ConfigError.
 
-    spawn: starts worker processes.
+    spawn: starts worker processes. stuck_s: see Supervisor.
     """
     for name in unknown_names():
         log.warning("environment variable sets nothing name=%s", name)
@@ -83,7 +83,8 @@ def compose(config: Config, spawn: Spawn = spawn_worker) -> Application:
     tokens, fresh_token = load_tokens(config.server)
     metrics = Metrics()
     workers = [
-        (share, Supervisor(WorkerClient(), worker_settings(config, share), spawn=spawn)) for share in shares(config.served)
+        (share, Supervisor(WorkerClient(), worker_settings(config, share), spawn=spawn, stuck_s=stuck_s))
+        for share in shares(config.served)
     ]
     for share, supervisor in workers:
         metrics.watch_worker(share.label, supervisor)

@@ -50,6 +50,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+STUCK_S = 120.0
 Spawn = Callable[[WorkerSettings, socket.socket], Awaitable[Process]]
 
 
@@ -93,7 +94,7 @@ class Supervisor:
         first_backoff_s: float = 0.25,
         most_backoff_s: float = 30.0,
         healthy_s: float = 60.0,
-        stuck_s: float = 120.0,
+        stuck_s: float = STUCK_S,
         load_stuck_s: float = 900.0,
         watch_s: float = 1.0,
         kill_s: float = 5.0,

@@ -7,13 +7,14 @@ streams      hundreds of streams at once, server on one core
 idle         thousands of open sockets
 gap          running answers beside a long cold prompt
 hostile      steady streams beside clients that misbehave
+crash        agents through every kind of failure: right answers, nothing lost, how soon
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.load import hostile, lab, policies, virtual, wire
+from benchmarks.load import crash, hostile, lab, policies, virtual, wire
 
 COMMANDS = {
     "policies": policies.main,
@@ -23,6 +24,7 @@ COMMANDS = {
     "idle": wire.idle,
     "gap": wire.gap,
     "hostile": hostile.main,
+    "crash": crash.main,
 }
 
 

@@ -1,6 +1,8 @@
 """A server process of the lab: the one that serves, with the demo model or with the fake engine behind it.
 
 python -m benchmarks.load.server --port N --state-dir DIR --engine demo|laptop|H200|small|instant [section.field=value …]
+
+With --orders the demo model's worker is one that can be told to fail (faults.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from agentserve.cli.connect import Target
 from agentserve.cli.private_server import free_port
 from agentserve.config import load
 from agentserve.worker.settings import WorkerSettings
-from agentserve.worker.supervisor import Process, spawn_worker
+from agentserve.worker.supervisor import STUCK_S, Process, spawn_worker
 from benchmarks.load.machines import MACHINES
 
 ENGINES = ("demo", *MACHINES)
@@ -36,6 +38,8 @@ def main() -> None:
     parser.add_argument("--state-dir", required=True)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--config", default=None, help="settings file")
+    parser.add_argument("--orders", default=None, help="folder of orders to fail")
+    parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="silence after which a worker is killed")
     parser.add_argument("settings", nargs="*", metavar="section.field=value")
     options = parser.parse_args()
     flags: dict[str, Any] = {
@@ -52,11 +56,14 @@ def main() -> None:
     logs.setup(config.log.level)
 
     async def spawn(settings: WorkerSettings, sock: socket.socket) -> Process:
-        command = [sys.executable, "-m", "benchmarks.load.worker", "--fd", str(sock.fileno())]
-        command += ["--settings", settings.to_json(), "--machine", options.engine]
+        demo = options.engine == "demo"
+        command = [sys.executable, "-m", "benchmarks.load.faults" if demo else "benchmarks.load.worker"]
+        command += ["--fd", str(sock.fileno()), "--settings", settings.to_json()]
+        command += ["--orders", options.orders] if demo else ["--machine", options.engine]
         return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),))
 
-    asyncio.run(compose(config, spawn_worker if options.engine == "demo" else spawn).serve())
+    plain = options.engine == "demo" and options.orders is None
+    asyncio.run(compose(config, spawn_worker if plain else spawn, stuck_s=options.stuck_s).serve())
 
 
 class LabServer:
@@ -81,13 +88,17 @@ class LabServer:
         return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in self.pids.items()}
 
     def counters(self) -> dict[str, float]:
-        """Series of /metrics that belong to no bucket."""
-        import urllib.request
+        return counters(self.target)
 
-        with urllib.request.urlopen(self.target.url + "/metrics", timeout=20) as reply:
-            lines = reply.read().decode().splitlines()
-        found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket{" not in line)
-        return {name: float(value) for name, value in found}
+
+def counters(target: Target) -> dict[str, float]:
+    """Series of /metrics that belong to no bucket."""
+    import urllib.request
+
+    with urllib.request.urlopen(target.url + "/metrics", timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket{" not in line)
+    return {name: float(value) for name, value in found}
 
 
 def rss_mib(pid: int) -> float:

@@ -156,8 +156,9 @@ class Scheduler:
         """Admit in order; the first that finds no room holds up those behind it, or large ones would wait for ever."""
         if len(self.waiting) > 1:
             self.waiting = self._ordered(self.waiting)
-        while self.waiting and (len(self.running) < self.max_rows or self._pause_one(self.waiting[0])):
-            if not self._admit(self.waiting[0]):
+        while self.waiting:
+            seq = self.waiting[0]  # who is paused for it comes before it
+            if (len(self.running) >= self.max_rows and not self._pause_one(seq)) or not self._admit(seq):
                 return
 
     def _pause_one(self, seq: Sequence) -> bool:

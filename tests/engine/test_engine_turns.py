@@ -159,7 +159,7 @@ def test_requests_that_would_soon_need_pages_wait_instead_of_being_let_in_and_se
 
 
 def test_an_owner_with_many_prompts_gets_no_more_steps_than_one_with_a_single_one():
-    model, engine = ticking(max_rows=16, chunk_tokens=64, decode_gap_ms=0)
+    _, engine = ticking(max_rows=16, chunk_tokens=64, decode_gap_ms=0)
     log, far = Log(), 10**12
     for number in range(8):
         name = f"many{number}"

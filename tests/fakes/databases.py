@@ -7,6 +7,7 @@ import glob
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -70,8 +71,15 @@ class PostgresServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
             if self.process.poll() is None:
-                self.process.send_signal(3)  # SIGQUIT: immediate shutdown
+                self.process.send_signal(signal.SIGQUIT)
                 self.process.wait(10)
+            self.process = None
+
+    def crash(self) -> None:
+        """Gone at once, with every connection."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGQUIT)
+            self.process.wait(30)
             self.process = None
 
     def url(self, database: str) -> str:
