@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from agentserve import logs
-from agentserve.worker.main import load_engine, serve
+from agentserve.worker.loading import load_engine
+from agentserve.worker.main import serve
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.settings import WorkerSettings
 from engine.batch import ForwardBatch
 from engine.engine import Engine
-from engine.models.base import Model, ModelSpec
+from engine.models.base import Logits, Model, ModelSpec
 
 ORDERS = ("raise", "nan", "stick")
 SLOW_S = 0.05
@@ -47,7 +48,7 @@ class Breakable:
     def spec(self) -> ModelSpec:
         return self._model.spec
 
-    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv: Any, states: Any) -> Logits:
         if (self._orders / "slow").exists():
             time.sleep(SLOW_S)
         order = next((name for name in ORDERS if self._taken(name)), "")
@@ -56,7 +57,7 @@ class Breakable:
         while order == "stick":
             time.sleep(3600)
         logits = self._model.forward(batch, kv, states)
-        return torch.full_like(logits, float("nan")) if order == "nan" else logits
+        return Logits(torch.full_like(logits.rows, float("nan"))) if order == "nan" else logits
 
     def _taken(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):

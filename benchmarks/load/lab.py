@@ -23,12 +23,12 @@ from rich.table import Table
 
 from benchmarks.common import report
 from benchmarks.load.agents import Asked, Behaviour, Crowd
+from benchmarks.load.goals import Goal, judge, of_turns
 from benchmarks.load.policies import at
 from benchmarks.load.recorded import Turn, recorded_sessions
 from benchmarks.load.server import ENGINES, LabServer, lab_server
 
 SIZES = (64, 256, 1024, 4096, 8000)
-GOAL_MS = 200
 
 
 def work(least: int = 64, most: int = 8192, output: int = 64) -> list[Turn]:
@@ -205,7 +205,16 @@ def main(arguments: Sequence[str]) -> None:
     turns = work(most=options.most_suffix)
     with tempfile.TemporaryDirectory() as folder, lab_server(Path(folder), options.engine, options.settings) as server:
         figures, asked, memory = asyncio.run(measure(server, options, turns))
-    show(Console(width=140), f"{options.agents} agents at {options.load:.0%} of capacity, {options.engine}", figures)
+    console = Console(width=140)
+    show(console, f"{options.agents} agents at {options.load:.0%} of capacity, {options.engine}", figures)
+    figures["goals"] = judge(
+        console,
+        [
+            Goal("first token, p99, in lone ones of the same suffix", (figures.get("stretch") or {}).get("p99"), 8),
+            Goal("deadlines met", figures.get("met"), 0.99, least=True),
+            *of_turns(figures),
+        ],
+    )
     if options.plot is not None:
         plot(asked, memory, options.plot)
     workload = {key: value for key, value in vars(options).items() if key not in ("plot", "record", "engine")}

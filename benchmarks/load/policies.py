@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import report
+from benchmarks.load.goals import Goal, judge
 from benchmarks.load.machines import MACHINES, Machine
 from benchmarks.load.recorded import Job, Turn, open_loop, recorded_sessions
 from benchmarks.load.simulator import POLICIES, Figures, fifo, lone_ttft_us, simulate
@@ -75,6 +76,10 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 3) if whole else None
+
+
 def at(ordered: Sequence[float], share: float) -> float:
     """The value at this share of an ordered list (nearest rank)."""
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
@@ -118,6 +123,9 @@ def main(arguments: Sequence[str]) -> None:
                 str(line["pauses"]),
             )
         console.print(table)
+        slack, first_come = found["slack"]["missed"], found["fifo"]["missed"]
+        goal = Goal("late turns by slack, of those in order of arrival", _ratio(slack, first_come), 0.5)
+        found["goals"] = judge(console, [goal])
         workload = {
             "recording": "coding_agent_blocks",
             "turns": options.turns,

@@ -23,6 +23,7 @@ from agentserve.worker.naming import namespace_of
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.common import report
+from benchmarks.load.goals import judge, of_turns
 from benchmarks.load.lab import show
 from benchmarks.load.machines import MACHINES, Machine
 from benchmarks.load.policies import at
@@ -231,7 +232,9 @@ def main(arguments: Sequence[str]) -> None:
         # What the first turns of each agent teach is not counted.
         found = figures(played, skip=2 * options.agents)
         found["busy"] = round((stats.prefill_seconds + stats.decode_seconds) / (lab.clock.now_s() - began_s), 3)
-        show(Console(width=110), f"{name}, {options.agents} agents", found)
+        console = Console(width=110)
+        show(console, f"{name}, {options.agents} agents", found)
+        found["goals"] = judge(console, of_turns(found))
         workload = {key: value for key, value in vars(options).items() if key not in ("machines", "record")}
         report("load_predictions", f"virtual {name}", workload, found, options.record)
 

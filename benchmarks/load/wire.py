@@ -26,6 +26,7 @@ from rich.console import Console
 from benchmarks.common import report
 from benchmarks.load.agents import TERMINAL, Behaviour, Corpus, Session
 from benchmarks.load.client import Socket
+from benchmarks.load.goals import Goal, judge
 from benchmarks.load.lab import show
 from benchmarks.load.policies import at
 from benchmarks.load.server import ENGINES, lab_server
@@ -101,10 +102,11 @@ def streams(arguments: Sequence[str]) -> None:
         "events": sum(map(len, arrivals)),
         "events_per_s": round(sum(map(len, arrivals)) / span),
         "latency_ms": {p: round(at(latencies, q), 2) for p, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))},
-        "goal_p99_ms": 50,
         "rss_mib": {name: [round(before[name], 1), round(after[name], 1)] for name in after},
     }
-    show(Console(width=120), f"{options.sessions} sessions at {options.rate} events/s, server on one core", figures)
+    console = Console(width=120)
+    show(console, f"{options.sessions} sessions at {options.rate} events/s, server on one core", figures)
+    figures["goals"] = judge(console, [Goal("added latency of an event, p99 ms", figures["latency_ms"]["p99"], 50)])
     workload = {"sessions": options.sessions, "rate": options.rate, "seconds": options.seconds}
     report("load_streams", "fake engine", workload, figures, options.record)
 
@@ -142,7 +144,6 @@ def idle(arguments: Sequence[str]) -> None:
             "open": still,
             "grown_mib": round(opened - before, 1),
             "kib_each": round((opened - before) * 1024 / options.sockets, 1),
-            "goal_mib": 300,
             "turn_beside_them_s": asked.ttft and round(asked.ttft, 4),
             "descriptors": {"before": descriptors, "after": server.descriptors()["server"]},
             "mib_after": round(server.rss_mib()["server"] - before, 1),
@@ -150,7 +151,15 @@ def idle(arguments: Sequence[str]) -> None:
 
     with tempfile.TemporaryDirectory() as folder, lab_server(Path(folder), "instant") as server:
         figures = asyncio.run(run(server))
-    show(Console(width=120), f"{options.sockets} idle sockets", figures)
+    console = Console(width=120)
+    show(console, f"{options.sockets} idle sockets", figures)
+    figures["goals"] = judge(
+        console,
+        [
+            Goal("memory for the sockets, MiB", figures["grown_mib"], 300),
+            Goal("sockets that stayed open", figures["open"], options.sockets, least=True),
+        ],
+    )
     report("load_idle", "fake engine", {"sockets": options.sockets}, figures, options.record)
 
 
@@ -194,11 +203,13 @@ def gap(arguments: Sequence[str]) -> None:
             "gaps": len(during),
             "gap_ms": {p: round(1000 * at(during, q), 1) for p, q in quarters.items()} if during else None,
             "gap_before_ms": {p: round(1000 * at(before, q), 1) for p, q in quarters.items()} if before else None,
-            "goal_p99_ms": 250,
         }
 
     with tempfile.TemporaryDirectory() as folder, lab_server(Path(folder), options.engine) as server:
         figures = asyncio.run(run(server.port))
-    show(Console(width=120), f"{options.streams} answers beside {options.prompt} cold tokens, {options.engine}", figures)
+    console = Console(width=120)
+    show(console, f"{options.streams} answers beside {options.prompt} cold tokens, {options.engine}", figures)
+    p99 = figures["gap_ms"]["p99"] if figures["gap_ms"] and figures["prompt_ttft_s"] else None
+    figures["goals"] = judge(console, [Goal("gap of running answers, p99 ms", p99, 250)])
     workload = {"streams": options.streams, "prompt": options.prompt}
     report("load_gap", options.engine, workload, figures, options.record)

@@ -192,9 +192,8 @@ class Scheduler:
         else:
             self.running.remove(seq)
             self._release(seq)
-        if seq.output_length:
-            known = self._typical_output
-            self._typical_output = seq.output_length if known is None else blend(known, seq.output_length)
+        if length := seq.output_length:
+            self._typical_output = length if self._typical_output is None else blend(self._typical_output, length)
 
     def _release(self, seq: Sequence) -> None:
         assert seq.table is not None
@@ -273,9 +272,8 @@ class Scheduler:
 
     def _grow(self, seq: Sequence) -> None:
         """Make the next position writable, or send the youngest request away for it, maybe this one."""
-        store, table = self.store, seq.table
+        store, table, target = self.store, seq.table, seq.computed + 1
         assert table is not None
-        target = seq.computed + 1
         if not table.borrowed_tail and target <= table.count * store.page_size:
             return
 

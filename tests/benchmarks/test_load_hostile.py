@@ -41,4 +41,3 @@ def test_each_attack_is_made_and_contained_while_others_are_served() -> None:
 def test_what_is_added_is_the_difference_at_each_quantile() -> None:
     figures = added([1.0] * 100, [1.0] * 90 + [61.0] * 10)
     assert figures["added_ms"] == {"p50": 0.0, "p95": 60.0, "p99": 60.0, "max": 60.0}
-    assert figures["goal_p99_ms"] == 50

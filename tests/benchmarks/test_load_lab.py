@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import struct
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks.load.agents import Asked, Behaviour, Crowd
 from benchmarks.load.client import Closed, Socket
+from benchmarks.load.goals import Goal, judge, of_turns
 from benchmarks.load.lab import interpolate, summary
 from benchmarks.load.recorded import Turn
 from benchmarks.load.server import LabServer, lab_server
@@ -131,3 +134,27 @@ def settled(server: LabServer) -> dict[str, float]:
         return counters
 
     return asyncio.run(run())
+
+
+def test_each_goal_gets_a_verdict_and_what_was_not_measured_meets_none() -> None:
+    text = io.StringIO()
+    goals = [Goal("late", 0.2, 0.5), Goal("met", 0.98, 0.99, least=True), Goal("gap", None, 250)]
+    assert judge(Console(file=text, width=80), goals) == {"late": True, "met": False, "gap": False}
+    assert [line.split()[-2] for line in text.getvalue().splitlines()[3:6]] == ["met", "MET", "MET"]
+
+
+def test_goals_of_turns_take_the_figures_of_both_labs() -> None:
+    real = {
+        "prediction_error": {"p50": 0.1, "p95": 0.5},
+        "missed_alarms": 0.0,
+        "false_alarms": 0.1,
+        "first_word_ms": {"p99": 80.0},
+    }
+    assert [goal.met for goal in of_turns(real)] == [True, False, True, False, True]
+    assert [goal.met for goal in of_turns({"error": {"p50": 0.2, "p95": 0.3}, "missed_alarms": 0.0, "false_alarms": 0.0})] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert not any(goal.met for goal in of_turns({"turns": 0}))
