@@ -35,8 +35,8 @@ class DirectSocket(WebSocketsSansIOProtocol):
         """Send one text frame (UTF-8). False if the transport's buffer is full; a closed socket swallows it."""
         if not self.writable.is_set():
             return False
-        if self.close_sent or self.disconnected or self.conn.state is not State.OPEN:
-            return True
+        if self.close_sent or self.disconnected or self.conn.state is not State.OPEN or self.transport.is_closing():
+            return True  # asyncio would log a warning for every event of a peer that has hung up and is not told of yet
         if self.conn.extensions:
             self.conn.send_text(payload)
             self.transport.write(b"".join(self.conn.data_to_send()))
