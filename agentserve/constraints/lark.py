@@ -11,6 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentserve.constraints.free_text import terminals
+from agentserve.constraints.output import TEXT_GRAMMAR
+
 JSON_OPTIONS = {"json_allowed_escapes": 'nrbtf"\\', "whitespace_pattern": "[ \\n\\t]{0,40}"}
 """No \\u escapes: with them a key could be spelled so that the library does not know it for a declared one. White space has an
 end, so that a model that likes it comes to its point."""
@@ -47,6 +50,21 @@ def between_slashes(pattern: str) -> str:
         else:
             out.append({"/": "\\/", "\n": "\\n", "\r": "\\r"}.get(char, char))
     return "".join(out)
+
+
+def has_outer_bar(pattern: str) -> bool:
+    """Whether a pattern has a `|` outside of any group or class."""
+    depth, in_class, skip = 0, False, False
+    for char in pattern:
+        if skip or char == "\\":
+            skip = not skip
+        elif in_class or char == "[":
+            in_class = char != "]"
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char == "|" and depth == 0:
+            return True
+    return False
 
 
 class LarkWriter:
@@ -125,8 +143,21 @@ class LarkWriter:
         rest = " ".join(literal(part) if token is None else f"<[{token}]>" for part, token in parts[at:])
         return self.rule(f"{first} {rest}")
 
+    def free_text(self, grammar: str, *, in_json: bool) -> str:
+        """Name of a terminal: text of a client's grammar. in_json: as it stands inside a JSON string."""
+        key = f"{in_json} {grammar}"
+        if key not in self._known:
+            prefix = f"C{len(self._rules)}"
+            self._known[key] = f"{prefix}R_START"
+            self._rules.append(terminals(grammar, prefix, in_json=in_json))
+        return self._known[key]
+
     def json(self, schema: Any, options: dict[str, Any] = COMPACT) -> str:
         """JSON that fits the schema."""
+        for name, part in (schema.get("properties") or {}).items() if isinstance(schema, dict) else ():
+            if isinstance(part, dict) and TEXT_GRAMMAR in part:  # the one property of a custom tool
+                text = self.free_text(part[TEXT_GRAMMAR], in_json=True)
+                return self.terminal(f"{literal(json.dumps({name: ''})[:-2])} {text} {literal(chr(34) + '}')}")
         body = schema if isinstance(schema, dict) else {"anyOf": [schema]}
         return self.rule(f"%json {json.dumps({**body, 'x-guidance': options}, ensure_ascii=False)}")
 

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 Schema = dict[str, Any]
 
+TEXT_GRAMMAR = "x-lark"
+"""Keyword of a string's schema, which clients cannot set: the text has the form of this grammar, see free_text.py."""
+
 ANY_OBJECT: Schema = {"type": "object"}
 
 

@@ -15,12 +15,13 @@ import msgspec
 import xxhash
 from llguidance import LLMatcher, LLTokenizer
 
-from agentserve.constraints.lark import COMPACT, JSON_OPTIONS, between_slashes
-from agentserve.constraints.output import ANY_OBJECT, OutputRule, Schema, TextForm
+from agentserve.constraints.free_text import NotOnePiece, terminals
+from agentserve.constraints.lark import COMPACT, JSON_OPTIONS, between_slashes, has_outer_bar
+from agentserve.constraints.output import ANY_OBJECT, TEXT_GRAMMAR, OutputRule, Schema, TextForm
 from agentserve.constraints.reasons import stated
 from agentserve.constraints.schemas import check, enforceable
 from agentserve.errors import InvalidValue, UnsupportedValue
-from agentserve.protocol.items import CUSTOM_INPUT, CustomTool, Tool
+from agentserve.protocol.items import CUSTOM_INPUT, CustomTool, FunctionTool, Tool
 from agentserve.protocol.responses import TextFormat
 from agentserve.protocol.tool_choice import ToolChoice
 
@@ -78,7 +79,7 @@ def enforces(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool])
         return True
     if choice.mode == "required":
         return True
-    strict = any(getattr(tool, "strict", None) is True for tool in tools)
+    strict = any(tool.strict is True if isinstance(tool, FunctionTool) else _has_grammar(tool) for tool in tools)
     return bool(tools) and (choice.mode == "none" or choice.names is not None or strict)
 
 
@@ -96,7 +97,7 @@ def _rule(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool], on
         form=None if form is None else _form(form),
         calls=choice.mode,
         schemas={tool.name: _arguments(tool) for tool in allowed},
-        exact=frozenset(tool.name for tool in allowed if not isinstance(tool, CustomTool) and tool.strict),
+        exact=frozenset(t.name for t in allowed if (_has_grammar(t) if isinstance(t, CustomTool) else t.strict)),
         one_call=one_call,
     )
 
@@ -104,7 +105,7 @@ def _rule(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool], on
 def _arguments(tool: Tool) -> Schema:
     """What a call's arguments are held to. Those of a tool that is not strict: to as much of its schema as can be."""
     if isinstance(tool, CustomTool):
-        return FREE_TEXT_INPUT
+        return _free_text(tool)
     where = f"tools.{tool.name}.parameters"
     schema = tool.parameters or {**ANY_OBJECT, "properties": {}, "additionalProperties": not tool.strict}
     clean = _checked(schema, where, exact=tool.strict is True, fallback=ANY_OBJECT, options=COMPACT)
@@ -114,6 +115,35 @@ def _arguments(tool: Tool) -> Schema:
             raise InvalidValue("arguments are an object; accepted: object", f"{where}.type")
         return ANY_OBJECT
     return {**clean, "type": "object"}
+
+
+def _has_grammar(tool: CustomTool) -> bool:
+    return (tool.format or {}).get("type", "text") != "text"
+
+
+def _free_text(tool: CustomTool) -> Schema:
+    """The one argument of a custom tool, with the grammar of its `format`."""
+    if not _has_grammar(tool):
+        return FREE_TEXT_INPUT
+    where, form = f"tools.{tool.name}.format", tool.format or {}
+    if form["type"] != "grammar":
+        raise UnsupportedValue(f"got '{str(form['type'])[:64]}'; accepted: text, grammar", f"{where}.type")
+    inner = form["grammar"] if isinstance(form.get("grammar"), dict) else form  # Chat Completions has it one level deeper
+    syntax, definition, at = inner.get("syntax"), inner.get("definition"), f"{where}.definition"
+    if syntax not in ("lark", "regex"):
+        raise InvalidValue("accepted: lark, regex", f"{where}.syntax")
+    if not isinstance(definition, str):
+        raise InvalidValue(f"Expected `str`, got `{type(definition).__name__}`", at)
+    grammar = _lark(definition, at) if syntax == "lark" else f"start: /{_regex(definition, at)}/"
+    for in_json in (True, False):
+        try:
+            reason = LLMatcher.validate_grammar(f"start: XR_START\n{terminals(grammar, 'X', in_json=in_json)}")
+        except NotOnePiece as error:
+            raise UnsupportedValue(f"{error} cannot be enforced in the text of a tool", at) from None
+        if reason:
+            what = "it cannot be matched as one piece, as the text of a tool must be (a rule that leads back to itself cannot)"
+            raise UnsupportedValue(f"{what}: {stated(reason)}", at)
+    return {**FREE_TEXT_INPUT, "properties": {CUSTOM_INPUT: {"type": "string", TEXT_GRAMMAR: grammar}}}
 
 
 def _form(form: TextFormat) -> TextForm | None:
@@ -166,7 +196,7 @@ def _text(value: str | None, where: str) -> str:
 def _regex(pattern: str | None, where: str) -> str:
     """A pattern for the whole text, as it may stand between slashes; so anchors at its ends say nothing."""
     pattern = _text(pattern, where)
-    if "|" not in pattern:
+    if not has_outer_bar(pattern):
         pattern = pattern.removeprefix("^")
         pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
     try:

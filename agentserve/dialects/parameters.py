@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from agentserve.constraints.lark import LarkWriter, between_slashes, choice, literal
-from agentserve.constraints.output import Schema
+from agentserve.constraints.lark import LarkWriter, between_slashes, choice, has_outer_bar, literal
+from agentserve.constraints.output import TEXT_GRAMMAR, Schema
 from agentserve.constraints.schemas import LISTS, MAPS, NESTED, resolve
 from agentserve.dialects.schema import types_of
 from agentserve.errors import UnsupportedValue
@@ -80,6 +80,8 @@ def _parameter(writer: LarkWriter, key: str, schema: Any, definitions: Schema, t
 
 def _bare(writer: LarkWriter, schema: Schema, tags: ParameterTags, where: str) -> str:
     schema = _followed(schema, where)
+    if TEXT_GRAMMAR in schema:
+        return writer.value_upto(tags.closing, tags.core, writer.free_text(schema[TEXT_GRAMMAR], in_json=False))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is not None:
         texts = [value for value in values if isinstance(value, str) and tags.core not in value]
@@ -153,7 +155,7 @@ def _search(pattern: str, where: str) -> str:
     """A pattern that is looked for → one for the whole text. Anchors only at the ends."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends]
-    if (begins or ends) and "|" in inner:
+    if (begins or ends) and has_outer_bar(inner):
         raise UnsupportedValue("'|' beside '^' or '$' cannot be enforced in this model's tool syntax: put it in a group", where)
     lead, trail = ("" if begins else "(?s:.*)"), ("" if ends else "(?s:.*)")
     return f"/{lead}(?:{between_slashes(inner)}){trail}/"

@@ -161,7 +161,7 @@ class FunctionTool(Struct, frozen=True, kw_only=True, tag="function"):
 
 
 class CustomTool(Struct, frozen=True, kw_only=True, tag="custom"):
-    """A tool that takes free text. format: as sent, not enforced."""
+    """A tool that takes free text. format: as sent; constraints/rules.py reads its grammar."""
 
     name: str
     description: str | None = None

@@ -244,7 +244,7 @@ def test_what_clients_send_by_default_is_accepted(socket: ClientConnection) -> N
         "tools": [
             {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
             {"name": "m", "description": "MCP", "inputSchema": {"type": "object"}},
-            {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+            {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}},
             {"type": "web_search", "external_web_access": True},
             {"type": "namespace", "name": "n", "tools": []},
         ],

@@ -19,6 +19,7 @@ from agentserve.dialects.base import Piece
 from agentserve.dialects.registry import DIALECTS, get_dialect
 from agentserve.dialects.schema import typed_value, types_of
 from agentserve.dialects.stream import DialectParser
+from agentserve.errors import InvalidValue
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol.items import CustomTool, FunctionTool, Tool
 from agentserve.protocol.responses import TextFormat
@@ -430,3 +431,81 @@ def test_registry_names_what_it_knows():
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, NaN]", "[" * 100_000])
 def test_what_json_cannot_hold_stays_a_string(text: str) -> None:
     assert typed_value(text, frozenset({"number", "array"})) == text
+
+
+# ── custom tools whose text has a grammar ────────────────────────────────────────────────────────────────────────
+
+PATCH = r"""start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+update_hunk: "*** Update File: " filename LF change+
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change: ("@@" | "+" | "-" | " ") /(.*)/ LF  // one line
+%import common.LF
+"""
+"""Like what Codex sends for its patches."""
+PATCHED = '*** Begin Patch\n*** Update File: a b.py\n@@ def f():\n-\tx = "a\\n" # </b>\n+\ty = 1 é\n*** End Patch'
+SMALL = r'start: "é" WORD ("\"" | "\n")? [DIGITS]' + "\nWORD: /[^0-9\\s]+/\nDIGITS: /\\d{2,3}/i\n"
+
+
+def custom(definition: str, syntax: str = "lark") -> CustomTool:
+    return CustomTool(name="exec", format={"type": "grammar", "syntax": syntax, "definition": definition})
+
+
+@tool_dialects
+@forms
+@pytest.mark.parametrize(
+    ("tool", "good", "bad"),
+    [
+        (custom(PATCH), [PATCHED, PATCHED + "\n"], [PATCHED[:-1], "x" + PATCHED, PATCHED.replace("@@", "!")]),
+        (custom(SMALL), ["éa", 'éb\\"12', "é</\n123"], ["é", "éa1", "a", "éa\n1234"]),
+        (
+            custom(r"^(SELECT|select) [^;\"]+;$", "regex"),
+            ["select a\n/b\\;", "SELECT <b>;"],
+            ["select ;;", "drop a;"],
+        ),
+        (custom(r".*\\\d", "regex"), ["\\1", 'a"b\t\\9'], ["a", "\n\\1"]),
+    ],
+)
+def test_free_text_is_held_to_its_tool_s_grammar(name: str, as_tokens: bool, tool: CustomTool, good: list[str], bad: list[str]):
+    tok = tokenizer_of(name, as_tokens)
+    if not as_tokens and get_dialect(name).turn_ends is not None:
+        tok = tokenizer_with(get_dialect(name).turn_ends or ())
+    write = get_dialect(name).write_answer
+    for rule in (rule_for("required", tool), rule_for("auto", tool)):
+        for text in good:
+            pieces = write("", "", [("exec", {"input": text})])
+            assert accepts(name, tok, rule, pieces), text
+        for text in bad:
+            assert not accepts(name, tok, rule, write("", "", [("exec", {"input": text})])), text
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ({"type": "xml"}, "format.type"),
+        ({"type": "grammar", "syntax": "ebnf", "definition": "x"}, "format.syntax"),
+        ({"type": "grammar", "syntax": "lark"}, "format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": "x"}, "format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}, "format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": "start: %json {}"}, "format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": 'start: "a" "b"\n%ignore / /'}, "format.definition"),
+        ({"type": "grammar", "syntax": "regex", "definition": "a(?=b)"}, "format.definition"),
+        ({"type": "grammar", "syntax": "regex", "definition": r"\p{L}+"}, "format.definition"),
+        ({"type": "grammar", "grammar": {"syntax": "regex", "definition": "(?i)x"}}, "format.definition"),
+    ],
+)
+def test_a_format_that_cannot_be_enforced_is_refused_by_name(form: Any, path: str):
+    with pytest.raises(InvalidValue) as caught:
+        rule_for("auto", CustomTool(name="exec", format=form))
+    assert caught.value.param == f"tools.exec.{path}"
+
+
+def test_text_without_a_grammar_is_free():
+    for form in (None, {"type": "text"}):
+        assert Rules().rule(None, tool_choice("auto"), [CustomTool(name="exec", format=form)], one_call=False) is None
