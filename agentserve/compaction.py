@@ -1,7 +1,4 @@
-"""`POST /v1/responses/compact`: the model sums a conversation up, and the client goes on with the summary in its place.
-
-The summary is asked for behind the conversation as it is, so that everything before the question is restored.
-"""
+"""`POST /v1/responses/compact`: the model sums a conversation up, and the client goes on with the summary in its place."""
 
 from __future__ import annotations
 
@@ -17,40 +14,23 @@ from agentserve.errors import InvalidValue, ServerError
 from agentserve.events import new_id
 from agentserve.http import ResponsesWire, answer_turn, error_response, headers_of, json_response, read_object
 from agentserve.interfaces import Principal
-from agentserve.protocol.items import Compaction, InputText, Item, Message
+from agentserve.protocol.items import Compaction, Item, Message
 from agentserve.protocol.responses import CompactedResponse, ResponseBody, ResponseCreate
 from agentserve.request import accept
+from agentserve.room import question, summing_up
+from agentserve.sealing import is_summary
 from agentserve.services import Services
-
-MAX_SUMMARY_TOKENS = 2048
-QUESTION = (
-    "The conversation so far has to make room. Write what is needed to go on without it, as plain text and without calling a "
-    "tool: what is to be done, what was decided and why, what was found out (names, paths, numbers), what is done, and what "
-    "comes next. The user's own messages are kept and need no repetition."
-)
 
 
 async def compact(request: Request, services: Services) -> Response:
     """Body: that of a create. Answers with the user's messages and one compaction item."""
     create = await read_object(request, services, ResponseCreate)
     principal: Principal = request.state.principal
-    create = msgspec.structs.replace(
-        create,
-        store=False,
-        stream=None,
-        background=None,
-        generate=None,
-        tool_choice="none",
-        text=None,
-        conversation=None,
-        max_output_tokens=min(create.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS),
-    )
-    turn = accept(create, principal, services.config, headers_of(request), websocket=False)
+    turn = accept(summing_up(create), principal, services.config, headers_of(request), websocket=False)
     context = await resolve(turn, services, LocalResponses())
     if not context.items:
         raise InvalidValue("nothing to compact: there are no items", "input")
-    question = Message(role="user", content=(InputText(QUESTION),))
-    asked = replace(turn, items=(*turn.items, question), aside=True)
+    asked = replace(turn, items=(*turn.items, question()), aside=True)
     return await answer_turn(request, asked, services, _Compacted(services, principal, context.items))
 
 
@@ -60,7 +40,7 @@ class _Compacted(ResponsesWire):
     def __init__(self, services: Services, principal: Principal, items: Sequence[Item]) -> None:
         self._services = services
         self._principal = principal
-        self._kept = tuple(item for item in items if isinstance(item, Message) and item.role == "user")
+        self._kept = tuple(i for i in items if isinstance(i, Message) and i.role == "user" and not is_summary(i))
 
     def whole(self, body: ResponseBody) -> Response:
         summary = "".join(item.text for item in body.output if isinstance(item, Message)).strip()

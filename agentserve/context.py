@@ -11,23 +11,23 @@ from msgspec import Raw
 from agentserve.errors import InvalidValue, NotFound, PreviousResponseNotFound
 from agentserve.interfaces import InConversation, Store, StoredResponse
 from agentserve.protocol.decode import decode_tools
-from agentserve.protocol.items import Item, Tool
+from agentserve.protocol.items import InputItem, Item, Tool
 from agentserve.request import TurnRequest
-from agentserve.sealing import opened
+from agentserve.sealing import going_on_from, opened
 from agentserve.services import Services
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """All items of a turn, oldest first. own: those that the turn is stored with, the last of them: its new ones, or all if
-    the response before it does not say the rest. parent: the response that does. follows: one that does not.
+    """All items of a turn, oldest first, from the newest compaction on. own: those that the turn is stored with: its new ones,
+    or all if the response before it does not say the rest. parent: the response that does. follows: one that does not.
     inherited_tools: as they are stored, where the request names none of its own.
     """
 
     session: str
     parent: StoredResponse | None
     items: tuple[Item, ...]
-    own: tuple[Item, ...]
+    own: tuple[InputItem, ...]
     tools: tuple[Tool, ...]
     inherited_tools: bytes | None = None
     follows: str | None = None
@@ -57,17 +57,19 @@ async def resolve(request: TurnRequest, services: Services, local: LocalResponse
     """Find the parent chain and the session, and open what is sealed. Raises PreviousResponseNotFound, InvalidValue."""
     own = opened(request.items, services.seal, request.principal.id)
     if request.conversation is not None:
-        return await _extended(request, request.conversation, own, services.store)
+        return await _extended(request, request.conversation, own, services)
     parent_id = request.create.previous_response_id
     if parent_id is None:
         if not own and not request.create.instructions:
             raise InvalidValue("nothing to answer: `input` and `instructions` are empty", "input")
-        return Context(_first_session(request), None, own, own, request.tools or ())
+        items, session = going_on_from(own, services.seal, request.principal.id)
+        return Context(_first_session(request, session), None, items, own, request.tools or ())
     chain = await _chain(request.principal.id, parent_id, services.store, local)
     if chain is None:
         raise PreviousResponseNotFound(parent_id[:128])
     parent = chain[-1]
-    items = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + own
+    whole = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + own
+    items, _ = going_on_from(whole, services.seal, request.principal.id)
     return Context(parent.session, parent, items, own, *_tools(request, parent))
 
 
@@ -78,9 +80,9 @@ def _tools(request: TurnRequest, before: StoredResponse | None) -> tuple[tuple[T
     return decode_tools(msgspec.json.decode(before.tools, type=list[Raw]))[0], before.tools
 
 
-async def _extended(request: TurnRequest, conversation_id: str, own: tuple[Item, ...], store: Store) -> Context:
+async def _extended(request: TurnRequest, conversation_id: str, own: tuple[InputItem, ...], services: Services) -> Context:
     """The context of a conversation's next turn. Raises NotFound."""
-    principal = request.principal.id
+    principal, store = request.principal.id, services.store
     conversation = await store.conversations.get(principal, conversation_id)
     kept = None if conversation is None else await store.conversations.items(principal, conversation_id)
     if conversation is None or kept is None:
@@ -95,7 +97,7 @@ async def _extended(request: TurnRequest, conversation_id: str, own: tuple[Item,
     return Context(
         _session_id(principal, seed),
         parent,
-        kept + own,
+        going_on_from(kept + own, services.seal, principal)[0],
         own if parent is not None else kept + own,
         *_tools(request, before),
         follows=None if before is None or parent is not None else before.id,
@@ -115,10 +117,15 @@ async def _chain(principal: str, response_id: str, store: Store, local: LocalRes
     return None if older is None else (*older, *reversed(newer))
 
 
-def _first_session(request: TurnRequest) -> str:
-    """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins."""
+def _first_session(request: TurnRequest, carried: str | None) -> str:
+    """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins.
+
+    carried: the one that a compaction names, whose beginning the client may have left out.
+    """
     if request.session_hint is not None:
         return named_session(request.principal.id, request.session_hint)
+    if carried is not None:
+        return carried
     first_user = next((i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items))
     instructions, items = request.normalisers.head(request.create.instructions, request.items[: first_user + 1])
     head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in items)

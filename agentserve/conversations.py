@@ -18,7 +18,7 @@ from agentserve.http import json_response, read_object
 from agentserve.interfaces import Conversation
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.decode import decode_input
-from agentserve.protocol.items import Item
+from agentserve.protocol.items import InputItem
 from agentserve.protocol.responses import check_metadata
 from agentserve.sealing import opened
 from agentserve.services import Services
@@ -120,13 +120,13 @@ class ConversationsApi:
         await self._edit(request, None)
         return _shown(await self._find(request))
 
-    async def _edit(self, request: Request, item: Item | None) -> None:
+    async def _edit(self, request: Request, item: InputItem | None) -> None:
         item_id = request.path_params["item_id"]
         await self._find(request)
         if not await self.services.store.conversations.replace(principal_of(request).id, _id(request), item_id, item):
             raise _unknown_item(request)
 
-    def _items(self, request: Request, raw: Raw) -> tuple[Item, ...]:
+    def _items(self, request: Request, raw: Raw) -> tuple[InputItem, ...]:
         if bytes(memoryview(raw)[:1]) == b'"':
             raise InvalidValue("Expected an array of items", "items")
         items = decode_input(raw, max_items=self.services.config.limits.items, where="items")
@@ -138,7 +138,7 @@ class ConversationsApi:
             raise _unknown(request)
         return found
 
-    async def _all(self, request: Request) -> tuple[Item, ...]:
+    async def _all(self, request: Request) -> tuple[InputItem, ...]:
         items = await self.services.store.conversations.items(principal_of(request).id, _id(request))
         if items is None:
             raise _unknown(request)
@@ -154,7 +154,7 @@ def _unknown(request: Request) -> NotFound:
 
 
 def _unknown_item(request: Request) -> NotFound:
-    return NotFound(f"Item with id '{request.path_params['item_id'][:128]}' not found in this conversation.", "item_id")
+    return NotFound(f"InputItem with id '{request.path_params['item_id'][:128]}' not found in this conversation.", "item_id")
 
 
 def _shown(conversation: Conversation) -> Response:

@@ -17,13 +17,14 @@ from agentserve.errors import TurnFailure
 from agentserve.interfaces import CallClose, CallDelta, CallOpen, Delta, ReasoningDelta, TextDelta
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.items import (
+    Compaction,
     CustomToolCall,
     FunctionCall,
     Message,
-    OutputItem,
     OutputText,
     Reasoning,
     ReasoningText,
+    ResponseItem,
 )
 from agentserve.protocol.machine import ResponseOrder
 from agentserve.protocol.responses import ErrorDetail, IncompleteDetails, ResponseBody, Usage
@@ -63,13 +64,14 @@ class ResponseEvents:
         self._put = put
         self._lane = stream_id
         self._seal = seal
-        self._output: list[OutputItem] = []
+        self._output: list[ResponseItem] = []
         self._open: str | None = None
         self._item_id = ""
         self._name = ""
         self._call_id = ""
         self._text: list[str] = []
         self._logprobs: list[Any] = []
+        self._carried = ""
 
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,18 +79,18 @@ class ResponseEvents:
         self._life(ev.Created, "response.created")
 
     def in_progress(self) -> None:
-        self.body = msgspec.structs.replace(self.body, status="in_progress")
+        self.body = msgspec.structs.replace(self.body, status="in_progress", output=self.output)
         self._life(ev.InProgress, "response.in_progress")
         self.cuts.append(IN_PROGRESS)
 
     def queued(self) -> None:
-        self.body = msgspec.structs.replace(self.body, status="queued")
+        self.body = msgspec.structs.replace(self.body, status="queued", output=self.output)
         self._life(ev.Queued, "response.queued")
         self.cuts.append(QUEUED)
 
     @property
     def waiting(self) -> bool:
-        """Created, and no output item yet: the time in which clients need a sign of life."""
+        """Created, and nothing of the answer yet: the time in which clients need a sign of life."""
         return self.order.state == "open"
 
     @property
@@ -97,7 +99,7 @@ class ResponseEvents:
         return self._open
 
     @property
-    def output(self) -> tuple[OutputItem, ...]:
+    def output(self) -> tuple[ResponseItem, ...]:
         return tuple(self._output)
 
     @property
@@ -106,7 +108,7 @@ class ResponseEvents:
         return any(isinstance(i, FunctionCall | CustomToolCall) for i in self._output) or (self._open or "").endswith("_call")
 
     @property
-    def written(self) -> tuple[OutputItem, ...]:
+    def written(self) -> tuple[ResponseItem, ...]:
         """The output with what there is of the item that is being written."""
         return self.output if self._open is None else (*self._output, self._item("in_progress"))
 
@@ -220,15 +222,20 @@ class ResponseEvents:
         self._text.append(text)
         self.cuts.append(len(text))
 
-    def begin(self, item: OutputItem) -> None:
+    def compacted(self, item: Compaction) -> None:
+        """The context was summed up; the answer goes on from this."""
+        self.begin(item)
+        self.close_as(item)
+
+    def begin(self, item: ResponseItem) -> None:
         """Open an item that exists already, under its own ids."""
         self.close_item()
         self._item_id = item.id or new_id("item")
         if isinstance(item, FunctionCall | CustomToolCall):
             self._name, self._call_id = item.name, item.call_id
             self._open_item("function_call" if isinstance(item, FunctionCall) else "custom_tool_call", None)
-        elif isinstance(item, Reasoning):
-            self._open_item("reasoning", None)
+        elif isinstance(item, Reasoning | Compaction):
+            self._open_item("reasoning" if isinstance(item, Reasoning) else "compaction", None)
         else:
             self._open_message(None)
 
@@ -237,14 +244,16 @@ class ResponseEvents:
         kind = {"message": TextDelta, "reasoning": ReasoningDelta}.get(self._open or "", CallDelta)
         self.write(kind(text))
 
-    def close_as(self, item: OutputItem) -> None:
+    def close_as(self, item: ResponseItem) -> None:
         """Close it as it was closed before."""
         if isinstance(item, Message):
             self._logprobs = [mark for part in item.content if isinstance(part, OutputText) for mark in part.logprobs]
         elif isinstance(item, Reasoning):
             sealed = item.encrypted_content
             self._seal = None if sealed is None else lambda _: sealed
-        self.close_item(item.status or "completed")
+        elif isinstance(item, Compaction):
+            self._carried = item.encrypted_content
+        self.close_item("completed" if isinstance(item, Compaction) else item.status or "completed")
 
     def again(self, event: ev.PrefillProgress | ev.CacheReport | ev.DeadlineReport) -> None:
         """One of our own events that was sent before."""
@@ -330,7 +339,7 @@ class ResponseEvents:
                     **common,
                 )
             )
-        else:
+        elif kind == "custom_tool_call":
             self._put(
                 ev.CustomToolCallInputDone(sequence_number=number("response.custom_tool_call_input.done"), input=text, **common)
             )
@@ -351,8 +360,10 @@ class ResponseEvents:
         self._text = []
         self._logprobs = []
 
-    def _item(self, status: Any, *, begun: bool = False) -> OutputItem:
+    def _item(self, status: Any, *, begun: bool = False) -> ResponseItem:
         text = "".join(self._text)
+        if self._open == "compaction":
+            return Compaction(id=self._item_id, encrypted_content=self._carried)
         if self._open == "reasoning":
             # Reasoning has no content_part.added, so the part is there from the beginning: the accumulator of openai needs it.
             return Reasoning(id=self._item_id, status=status, content=(ReasoningText(text),))
@@ -404,8 +415,10 @@ class ResponseEvents:
         )
 
 
-def text_of(item: OutputItem) -> str:
+def text_of(item: ResponseItem) -> str:
     """What an item's deltas carry."""
+    if isinstance(item, Compaction):
+        return ""
     if isinstance(item, FunctionCall):
         return item.arguments
     return item.input if isinstance(item, CustomToolCall) else item.text

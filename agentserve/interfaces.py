@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from agentserve.constraints.output import OutputRule
-from agentserve.protocol.items import Item, OutputItem, Tool
+from agentserve.protocol.items import InputItem, Item, OutputItem, ResponseItem, Tool
 from agentserve.protocol.responses import ResponseBody
 from agentserve.worker.messages import (
     CheckpointRow,
@@ -187,8 +187,8 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     completed_at: float
     instructions: str | None
     tools: bytes
-    input: tuple[Item, ...]
-    output: tuple[OutputItem, ...]
+    input: tuple[InputItem, ...]
+    output: tuple[ResponseItem, ...]
     body: bytes
     prompt_ids: bytes
     generated_ids: bytes
@@ -219,7 +219,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 class Conversations(Protocol):
     """Conversations of principals. None or False: there is no such one, or it is another principal's."""
 
-    async def create(self, principal: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation: ...
+    async def create(self, principal: str, metadata: dict[str, str], items: Sequence[InputItem]) -> Conversation: ...
 
     async def get(self, principal: str, conversation_id: str) -> Conversation | None: ...
 
@@ -227,13 +227,15 @@ class Conversations(Protocol):
 
     async def delete(self, principal: str, conversation_id: str) -> bool: ...
 
-    async def items(self, principal: str, conversation_id: str) -> tuple[Item, ...] | None: ...
+    async def items(self, principal: str, conversation_id: str) -> tuple[InputItem, ...] | None: ...
 
-    async def add(self, principal: str, conversation_id: str, items: Sequence[Item], most: int) -> tuple[Item, ...] | None:
+    async def add(
+        self, principal: str, conversation_id: str, items: Sequence[InputItem], most: int
+    ) -> tuple[InputItem, ...] | None:
         """Append. most: items that the conversation may have then; InvalidValue if it would have more."""
         ...
 
-    async def replace(self, principal: str, conversation_id: str, item_id: str, item: Item | None) -> bool: ...
+    async def replace(self, principal: str, conversation_id: str, item_id: str, item: InputItem | None) -> bool: ...
 
 
 class Store(Protocol):

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from agentserve.audience import Sink
 from agentserve.events import CLOSED, IN_PROGRESS, OPENED, QUEUED, Cut, ResponseEvents, text_of
 from agentserve.interfaces import StoredResponse
-from agentserve.protocol.items import OutputItem
+from agentserve.protocol.items import ResponseItem
 from agentserve.protocol.responses import ResponseBody, encode_body
 from agentserve.protocol.server_events import CacheReport, DeadlineReport, Event, PrefillProgress
 from agentserve.session.kept import Kept
@@ -23,7 +23,7 @@ _cuts = msgspec.msgpack.Decoder(list[int | PrefillProgress | CacheReport | Deadl
 encode_cuts = msgspec.msgpack.Encoder().encode
 
 
-def history(begun: ResponseBody, items: Sequence[OutputItem], cuts: Sequence[Cut], stream_id: str | UnsetType) -> list[Event]:
+def history(begun: ResponseBody, items: Sequence[ResponseItem], cuts: Sequence[Cut], stream_id: str | UnsetType) -> list[Event]:
     """Every event of a response up to now, without its terminal one. items: also the one that is not closed yet."""
     sent: list[Event] = []
     _retell(begun, items, cuts, sent, stream_id)
@@ -81,7 +81,7 @@ async def send(events: Sequence[Event], sink: Sink) -> None:
 
 
 def _retell(
-    begun: ResponseBody, items: Sequence[OutputItem], cuts: Sequence[Cut], sent: list[Event], stream_id: str | UnsetType
+    begun: ResponseBody, items: Sequence[ResponseItem], cuts: Sequence[Cut], sent: list[Event], stream_id: str | UnsetType
 ) -> ResponseEvents:
     events = ResponseEvents(begun, sent.append, stream_id)
     events.created()
@@ -106,7 +106,7 @@ def _retell(
     return events
 
 
-def _whole(items: Sequence[OutputItem]) -> list[Cut]:
+def _whole(items: Sequence[ResponseItem]) -> list[Cut]:
     cuts: list[Cut] = [IN_PROGRESS]
     for item in items:
         size = len(text_of(item))

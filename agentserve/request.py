@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from agentserve.config import Config
-from agentserve.errors import InvalidValue, ModelNotFound
+from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
 from agentserve.events import new_id
 from agentserve.fields import fields_named
 from agentserve.interfaces import Principal
@@ -111,6 +111,17 @@ class TurnRequest:
             frequency_penalty=c.frequency_penalty or 0.0,
             logprobs=self.top_logprobs,
         )
+
+    def compacts_at(self, max_context: int | None) -> int | None:
+        """Tokens of context from which on it is summed up, None = never. max_context: of the model, None if not known.
+
+        At the latest at three quarters of that: the question, the summary and an answer have to fit.
+        """
+        if not self.create.context_management or not self.generate:
+            return None
+        wanted = [one.compact_threshold for one in self.create.context_management if one.compact_threshold is not None]
+        latest = [] if max_context is None else [max_context - max_context // 4]
+        return min(wanted + latest, default=None)
 
     @property
     def form(self) -> TextFormat | None:
@@ -222,6 +233,9 @@ def _refuse_unsupported(create: ResponseCreate) -> None:
         raise InvalidValue("a turn of a conversation is kept in it; accepted: store true", "store")
     if create.background and create.store is False:
         raise InvalidValue("a background response is looked up later, so it must be stored; accepted: store true", "background")
+    for i, one in enumerate(create.context_management or ()):
+        if one.type != "compaction":
+            raise UnsupportedValue(f"got '{one.type[:64]}'; accepted: compaction", f"context_management[{i}].type")
     if create.truncation not in (None, "disabled", "auto"):
         raise InvalidValue(f"got '{create.truncation[:64]}'; accepted: disabled, auto", "truncation")
 

@@ -22,7 +22,19 @@ from agentserve.protocol.items import Compaction, InputItem, InputText, Item, Me
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 _VERSION = "as1."
+_CONTEXT = "context"
+"""Kind of a compaction that was made within a turn."""
 _SUMMARY = "Summary of the conversation before this point, which was left out to make room:\n\n"
+
+
+class Carried(msgspec.Struct, frozen=True):
+    """What a compaction carries that was made within a turn: the context that goes on, and whose it is."""
+
+    session: str
+    items: tuple[Item, ...]
+
+
+_carried = msgspec.json.Decoder(Carried)
 
 
 class Seal:
@@ -65,17 +77,52 @@ class Seal:
             return None
         return text.decode("utf-8", "surrogatepass")
 
+    def seal_context(self, principal: str, carried: Carried) -> str:
+        return self.seal(principal, _CONTEXT, msgspec.json.encode(carried).decode())
+
+    def open_context(self, principal: str, sealed: str) -> Carried | None:
+        """None if it is no seal of ours, see open."""
+        text = self.open(principal, _CONTEXT, sealed)
+        return None if text is None else _carried.decode(text)
+
 
 def _bound(principal: str, kind: str) -> bytes:
     return b"agentserve\0" + kind.encode() + b"\0" + principal.encode()
 
 
-def opened(items: Sequence[InputItem], seal: Seal, principal: str, where: str = "input") -> tuple[Item, ...]:
-    """Items as they are rendered and stored. Sealed thinking gets its text, a compaction becomes a message with its summary.
+def summary_message(name: str | None, summary: str) -> Message:
+    """A summary as the model sees it. name: id of the compaction."""
+    return Message(id=name, role="user", content=(InputText(_SUMMARY + summary),))
+
+
+def is_summary(item: Message) -> bool:
+    """Whether this message is not the user's own but a summary."""
+    return item.role == "user" and item.text.startswith(_SUMMARY)
+
+
+def going_on_from(items: Sequence[InputItem], seal: Seal, principal: str) -> tuple[tuple[Item, ...], str | None]:
+    """Items as they are rendered: from what the newest compaction carries on, and the session that this names.
+
+    One that does not open, because the key is another one by now, is passed over: what it stands for is before it.
+    """
+    for at in range(len(items) - 1, -1, -1):
+        item = items[at]
+        if isinstance(item, Compaction) and (carried := seal.open_context(principal, item.encrypted_content)) is not None:
+            return (*carried.items, *_plain(items[at + 1 :])), carried.session
+    return _plain(items), None
+
+
+def _plain(items: Sequence[InputItem]) -> tuple[Item, ...]:
+    return tuple(item for item in items if not isinstance(item, Compaction))
+
+
+def opened(items: Sequence[InputItem], seal: Seal, principal: str, where: str = "input") -> tuple[InputItem, ...]:
+    """Items as they are stored. Sealed thinking gets its text; the compaction of a conversation that a client asked for becomes
+    a message with its summary, one that was made within a turn stays (see going_on_from).
 
     Raises InvalidValue that names the item whose seal does not hold.
     """
-    out: list[Item] = []
+    out: list[InputItem] = []
     for i, item in enumerate(items):
         if not isinstance(item, Reasoning | Compaction):
             out.append(item)
@@ -87,11 +134,14 @@ def opened(items: Sequence[InputItem], seal: Seal, principal: str, where: str = 
             continue
         kind = "compaction" if isinstance(item, Compaction) else "reasoning"
         text = seal.open(principal, kind, item.encrypted_content)
+        if text is None and kind == "compaction" and seal.open_context(principal, item.encrypted_content) is not None:
+            out.append(item)
+            continue
         if text is None:
             what = "it was changed, or another server or principal got it; accepted: what this server sent, or leave it out"
             raise InvalidValue(what, f"{where}[{i}].encrypted_content")
         if isinstance(item, Compaction):
-            out.append(Message(id=item.id, role="user", content=(InputText(_SUMMARY + text),)))
+            out.append(summary_message(item.id, text))
         elif item.content is None:
             out.append(msgspec.structs.replace(item, content=(ReasoningText(text),)))
         else:

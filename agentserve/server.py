@@ -39,7 +39,7 @@ from agentserve.interfaces import StoredResponse
 from agentserve.metrics import CONTENT_TYPE
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
-from agentserve.protocol.items import ID_PREFIX, Item
+from agentserve.protocol.items import ID_PREFIX, InputItem
 from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
 from agentserve.served import Served
 from agentserve.services import Services
@@ -327,7 +327,7 @@ def _starting_after(request: Request) -> int:
     return int(raw)
 
 
-def _with_id(item: Item, response_id: str, index: int) -> Item:
+def _with_id(item: InputItem, response_id: str, index: int) -> InputItem:
     """Items that the client sent without an id get one that stays the same."""
     if item.id is not None:
         return item

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from agentserve.audience import Audience, Sink, on_lane
+from agentserve.audience import Audience, Nowhere, Sink, on_lane
 from agentserve.cache_report import cache_report
 from agentserve.constraints.output import OutputRule
 from agentserve.context import Context, LocalResponses, resolve
@@ -26,10 +26,12 @@ from agentserve.idempotency import known_answer
 from agentserve.interfaces import StoredResponse
 from agentserve.outcome import nothing, stored_row, why_incomplete
 from agentserve.prompt import Prompt, output_rule, render, start_turn
+from agentserve.protocol.items import Compaction, Message
 from agentserve.protocol.responses import ResponseBody, usage
 from agentserve.protocol.server_events import Event
 from agentserve.replay import history, send, stored_history, whole_history
 from agentserve.request import TurnRequest
+from agentserve.room import make_room
 from agentserve.services import Services
 from agentserve.token_stream import TokenStream
 from agentserve.worker.messages import Matched, Progress, Saved, Tokens, TurnFailed, TurnFinished
@@ -101,7 +103,7 @@ class Turn:
         )
         self.cancelled = False
         self._queued = False
-        self._started = False
+        self._at_worker: str | None = None
         self._settled = False
         self._steered = False
         self._broken: Exception | None = None
@@ -125,7 +127,7 @@ class Turn:
         self.announce()
         with self.running():
             try:
-                prompt = await self.render()
+                prompt = await self.make_room(await self.render())
                 outcome = await self.generate(prompt)
                 stored = self.finish(prompt, outcome)
                 if request.store:
@@ -184,16 +186,19 @@ class Turn:
     def cancel(self) -> None:
         """Stop at the next step; the response ends as incomplete."""
         self.cancelled = True
-        if self._started:
-            self.model.worker.cancel(self.request.id)
+        self._stop()
 
     def steer(self) -> None:
         """Stop at the next item boundary; before the first token that is now."""
         self._steered = True
         if self._stream is not None:
             self._stream.stop_at_boundary()
-            if not self._stream.generated and self._started:
-                self.model.worker.cancel(self.request.id)
+        if self._stream is None or not self._stream.generated:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._at_worker is not None:
+            self.model.worker.cancel(self._at_worker)
 
     def history(self, next_number: int) -> list[Event]:
         """The events so far, from a number on."""
@@ -217,25 +222,49 @@ class Turn:
     async def render(self) -> Prompt:
         return await render(self.request, self.context, self.services, self.rule)
 
+    async def make_room(self, prompt: Prompt) -> Prompt:
+        """The prompt to go on from, after `context_management`. Raises TurnFailure."""
+        made = await make_room(self.request, self.context, prompt, self.services, self._said)
+        if made is None or self.cancelled or self._steered:
+            return prompt
+        item, self.context = made
+        self.events.compacted(item)
+        return await self.render()
+
+    async def _said(self, request: TurnRequest, prompt: Prompt) -> str:
+        """What the model says in a pass of its own, which the client does not see. Raises TurnFailure."""
+        events = ResponseEvents(request.body(self.services.config), Nowhere().put)
+        events.created()
+        await self._pass(request, prompt, self._token_stream(request, prompt, events, Nowhere()))
+        events.close_item()
+        return "".join(item.text for item in events.output if isinstance(item, Message)).strip()
+
     async def generate(self, prompt: Prompt) -> TurnFinished:
         """Send the turn to the worker and its tokens to the client. Raises TurnFailure."""
+        self._stream = self._token_stream(self.request, prompt, self.events, self.sink)
+        if self._steered:
+            self._stream.stop_at_boundary()
+        return await self._pass(self.request, prompt, self._stream)
+
+    def _token_stream(self, request: TurnRequest, prompt: Prompt, events: ResponseEvents, sink: Sink) -> TokenStream:
         text, rendered = self.model.text, prompt.rendered
-        stream = self._stream = TokenStream(
-            self.events,
-            self.sink,
+        return TokenStream(
+            events,
+            sink,
             text.parser(prompt.request, rendered),
             rendered.markers,
             text.token_text,
-            one_call=self.request.create.parallel_tool_calls is False,
-            stops=self.request.stops,
+            one_call=request.create.parallel_tool_calls is False,
+            stops=request.stops,
         )
-        if self._steered:
-            stream.stop_at_boundary()
+
+    async def _pass(self, request: TurnRequest, prompt: Prompt, stream: TokenStream) -> TurnFinished:
+        """One prompt through the worker. Raises TurnFailure."""
         if self.cancelled or self._steered:
-            return nothing(self.request.id, len(rendered.ids))
-        self._started = True
+            return nothing(request.id, len(prompt.rendered.ids))
+        self._at_worker = request.id
         session, deadline_ms = self.context.session, self._deadline.deadline_ms
-        start = start_turn(self.request, rendered, self.services, session=session, deadline_ms=deadline_ms)
+        start = start_turn(request, prompt.rendered, self.services, session=session, deadline_ms=deadline_ms)
         async with aclosing(self.model.worker.run(start, self._take(stream))) as frames:
             async for frame in frames:
                 if type(frame) is Tokens:
@@ -250,10 +279,10 @@ class Turn:
                     self._matched(frame, prompt)
                 elif type(frame) is TurnFinished:
                     stream.finish()
-                    self._ended(frame)
+                    self._ended(frame, stream)
                     return frame
                 elif type(frame) is TurnFailed:
-                    self._ended(frame)
+                    self._ended(frame, stream)
                     raise TurnFailure(frame.code, frame.message, frame.param)
                 else:
                     assert type(frame) is Saved
@@ -282,7 +311,8 @@ class Turn:
         if (
             len(generated) and stream.stop_sequence is None and not stream.steered
         ):  # what was cut off is no part of what the client sends back
-            self.model.text.learn(prompt.request, prompt.rendered, body.output, generated)
+            said = tuple(item for item in body.output if not isinstance(item, Compaction))
+            self.model.text.learn(prompt.request, prompt.rendered, said, generated)
         self.model.contexts.remember(prompt.request, prompt.rendered, generated, prompt.as_sent)
         log.info(
             "turn finished response=%s session=%s status=%s prompt=%d reused=%d written=%d output=%d ttft_ms=%s",
@@ -327,12 +357,12 @@ class Turn:
         return take
 
     def _tokens(self, frame: Tokens, stream: TokenStream) -> None:
-        if not stream.generated:
+        if stream is self._stream and not stream.generated:
             self._report_deadline(self._deadline.first_token(self._elapsed_ms()))
         if not stream.enough:
             stream.push(frame)
             if stream.enough:
-                self.model.worker.cancel(self.request.id)
+                self._stop()
 
     def _progress(self, frame: Progress) -> None:
         self._queued = frame.queued > 0
@@ -359,9 +389,11 @@ class Turn:
                     report = None
             self.events.cache_report(**cache_report(frame, prompt, self.request, self.model.contexts, report))
 
-    def _ended(self, frame: TurnFinished | TurnFailed) -> None:
+    def _ended(self, frame: TurnFinished | TurnFailed, stream: TokenStream) -> None:
         metrics = self.services.metrics
         metrics.turn_ended(frame)
+        if stream is not self._stream:
+            return
         if not self._deadline.final:
             self._report_deadline(self._deadline.ended(self._elapsed_ms()))
         if self._deadline.status is not None:

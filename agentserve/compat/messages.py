@@ -18,7 +18,7 @@ from agentserve.protocol import messages as ms
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.codec import messages_error, sse
 from agentserve.protocol.decode import convert
-from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, OutputItem, Reasoning, encode_items
+from agentserve.protocol.items import Compaction, CustomToolCall, FunctionCall, Message, Reasoning, ResponseItem, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
 from agentserve.request import TurnRequest, accept
 from agentserve.services import Services
@@ -156,12 +156,13 @@ def stop_reason(body: ResponseBody) -> tuple[str, str | None]:
     return ("tool_use" if calls else "end_turn"), None
 
 
-def _block(item: OutputItem, *, begun: bool = False) -> ms.Block:
+def _block(item: ResponseItem, *, begun: bool = False) -> ms.Block:
     """An output item as a content block; one that has only begun is empty."""
     if isinstance(item, Message):
         return ms.TextBlock("" if begun else item.text)
     if isinstance(item, Reasoning):
         return ms.ThinkingBlock("", "") if begun else ms.ThinkingBlock(item.text, item.id or "")
+    assert not isinstance(item, Compaction)  # nothing in this API asks for one
     return ms.ToolUseBlock(item.call_id, item.name, {} if begun else call_arguments(item))
 
 

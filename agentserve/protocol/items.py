@@ -128,7 +128,10 @@ class CustomToolCallOutput(Struct, frozen=True, kw_only=True, tag="custom_tool_c
 
 
 class Compaction(Struct, frozen=True, kw_only=True, tag="compaction"):
-    """A conversation summed up by `POST /v1/responses/compact`; sealing.py opens it to a message before it goes anywhere."""
+    """A conversation summed up: by `POST /v1/responses/compact`, or within a turn, where it replaces what is before it.
+
+    sealing.py opens both before they go to a model.
+    """
 
     id: str | None = None
     encrypted_content: str = ""
@@ -137,6 +140,9 @@ class Compaction(Struct, frozen=True, kw_only=True, tag="compaction"):
 Item = Message | Reasoning | FunctionCall | CustomToolCall | FunctionCallOutput | CustomToolCallOutput
 InputItem = Item | Compaction
 OutputItem = Message | Reasoning | FunctionCall | CustomToolCall
+"""What a model says."""
+ResponseItem = OutputItem | Compaction
+"""What the output of a response holds."""
 
 ID_PREFIX = {
     "message": "msg",
@@ -145,6 +151,7 @@ ID_PREFIX = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
 }
 """How the ids of items begin, by type."""
 
@@ -196,15 +203,15 @@ def nesting(value: Any, limit: int) -> int:
     return depth
 
 
-_items_decoder = msgspec.json.Decoder(tuple[Item, ...])
+_items_decoder = msgspec.json.Decoder(tuple[InputItem, ...])
 _items_encoder = msgspec.json.Encoder()
 
 
-def encode_items(items: tuple[Item, ...]) -> bytes:
+def encode_items(items: tuple[InputItem, ...]) -> bytes:
     """Items as a JSON array, for storage and for the wire."""
     return _items_encoder.encode(items)
 
 
-def decode_items(data: bytes) -> tuple[Item, ...]:
+def decode_items(data: bytes) -> tuple[InputItem, ...]:
     """Inverse of encode_items; only for what this server wrote itself."""
     return _items_decoder.decode(data)

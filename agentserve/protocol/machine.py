@@ -30,6 +30,7 @@ _ORDER: dict[str, dict[str, str]] = {
     "open": {
         "response.queued": "open",
         "response.in_progress": "open",
+        "added:compaction": "compaction",
         "added:reasoning": "reasoning",
         "added:message": "message",
         "added:function_call": "function_call",
@@ -54,10 +55,14 @@ _ORDER: dict[str, dict[str, str]] = {
         "response.custom_tool_call_input.delta": "custom_tool_call",
         "response.custom_tool_call_input.done": "closing",
     },
+    # Behind it the turn waits again, for the first token of its answer.
+    "compaction": {"response.output_item.done": "open"},
     "closing": {"response.output_item.done": "between"},
     "ended": {},
 }
-_ORDER["between"] = {k: v for k, v in _ORDER["open"].items() if k.startswith("added:") or k in TERMINAL}
+_ORDER["between"] = {
+    k: v for k, v in _ORDER["open"].items() if (k.startswith("added:") and k != "added:compaction") or k in TERMINAL
+}
 for _state, _legal in _ORDER.items():
     if _state not in ("new", "ended"):
         for _own in ("agentserve.prefill.progress", "agentserve.cache.report", "agentserve.deadline"):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from agentserve.errors import InvalidValue
-from agentserve.protocol.items import Compaction, Message, OutputItem
+from agentserve.protocol.items import Compaction, Message, ResponseItem
 
 ABSENT = Raw(b"null")
 Probability = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -71,6 +71,13 @@ class ConversationName(Struct, frozen=True):
     id: str
 
 
+class ContextManagement(Struct, frozen=True, kw_only=True):
+    """type: compaction. compact_threshold: tokens of the context from which on it is summed up; None = our own."""
+
+    type: str
+    compact_threshold: Annotated[int, Meta(ge=1)] | None = None
+
+
 class ResponseCreate(Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/responses` and of the `response.create` frame. `stream` means nothing on a WebSocket.
 
@@ -100,6 +107,7 @@ class ResponseCreate(Struct, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: str | None = None
+    context_management: list[ContextManagement] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -228,7 +236,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     model: str
-    output: tuple[OutputItem, ...] = ()
+    output: tuple[ResponseItem, ...] = ()
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from agentserve.protocol.items import OutputItem, Part
+from agentserve.protocol.items import Part, ResponseItem
 from agentserve.protocol.responses import ErrorDetail, ResponseBody
 
 
@@ -50,12 +50,12 @@ class Failed(_Lifecycle, frozen=True, kw_only=True, tag="response.failed"):
 
 class OutputItemAdded(Event, frozen=True, kw_only=True, tag="response.output_item.added"):
     output_index: int
-    item: OutputItem
+    item: ResponseItem
 
 
 class OutputItemDone(Event, frozen=True, kw_only=True, tag="response.output_item.done"):
     output_index: int
-    item: OutputItem
+    item: ResponseItem
 
 
 class ContentPartAdded(Event, frozen=True, kw_only=True, tag="response.content_part.added"):

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, and_, delete, func, select, update
 from agentserve.errors import InvalidValue
 from agentserve.events import new_id
 from agentserve.interfaces import Conversation, StoredResponse
-from agentserve.protocol.items import ID_PREFIX, Item, decode_items, encode_items
+from agentserve.protocol.items import ID_PREFIX, InputItem, decode_items, encode_items
 from agentserve.session.tables import conversation_items, conversations
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class SqlConversations:
         self._read = read
         self._write = write
 
-    async def create(self, principal: str, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+    async def create(self, principal: str, metadata: dict[str, str], items: Sequence[InputItem]) -> Conversation:
         made = Conversation(id=new_id("conv"), created_at=time.time(), metadata=metadata)
         row = {
             "id": made.id,
@@ -73,16 +73,18 @@ class SqlConversations:
 
         return await self._write(write)
 
-    async def items(self, principal: str, conversation_id: str) -> tuple[Item, ...] | None:
+    async def items(self, principal: str, conversation_id: str) -> tuple[InputItem, ...] | None:
         """All, oldest first. None if there is no such conversation."""
 
-        def read(connection: Connection) -> tuple[Item, ...] | None:
+        def read(connection: Connection) -> tuple[InputItem, ...] | None:
             return None if _find(connection, principal, conversation_id) is None else _items(connection, conversation_id)
 
         return await self._read(read)
 
-    async def add(self, principal: str, conversation_id: str, items: Sequence[Item], most: int) -> tuple[Item, ...] | None:
-        def write(connection: Connection) -> tuple[Item, ...] | None:
+    async def add(
+        self, principal: str, conversation_id: str, items: Sequence[InputItem], most: int
+    ) -> tuple[InputItem, ...] | None:
+        def write(connection: Connection) -> tuple[InputItem, ...] | None:
             if not _edit(connection, principal, conversation_id):
                 return None
             count = select(func.count()).where(conversation_items.c.conversation == conversation_id)
@@ -92,7 +94,7 @@ class SqlConversations:
 
         return await self._write(write)
 
-    async def replace(self, principal: str, conversation_id: str, item_id: str, item: Item | None) -> bool:
+    async def replace(self, principal: str, conversation_id: str, item_id: str, item: InputItem | None) -> bool:
         """Put another item in the place of one, or remove it (None). False if there is no such item."""
 
         def write(connection: Connection) -> bool:
@@ -151,7 +153,7 @@ def _edit(connection: Connection, principal: str, conversation_id: str) -> bool:
     return connection.execute(counted).rowcount > 0
 
 
-def _items(connection: Connection, conversation_id: str) -> tuple[Item, ...]:
+def _items(connection: Connection, conversation_id: str) -> tuple[InputItem, ...]:
     query = (
         select(conversation_items.c.body)
         .where(conversation_items.c.conversation == conversation_id)
@@ -160,12 +162,14 @@ def _items(connection: Connection, conversation_id: str) -> tuple[Item, ...]:
     return decode_items(b"[" + b",".join(connection.execute(query).scalars()) + b"]")
 
 
-def _add(connection: Connection, conversation_id: str, items: Sequence[Item], *, rename: bool = False) -> tuple[Item, ...]:
+def _add(
+    connection: Connection, conversation_id: str, items: Sequence[InputItem], *, rename: bool = False
+) -> tuple[InputItem, ...]:
     """Append items; each gets an id if it has none. rename: one whose id is taken gets another, else it is an InvalidValue."""
     here = conversation_items.c.conversation == conversation_id
     taken = set(connection.execute(select(conversation_items.c.id).where(here)).scalars())
     last = connection.execute(select(func.max(conversation_items.c.position)).where(here)).scalar()
-    named: list[Item] = []
+    named: list[InputItem] = []
     for i, item in enumerate(items):
         name = item.id
         if name is not None and not rename and (name in taken or not 1 <= len(name) <= 128 or "\0" in name):

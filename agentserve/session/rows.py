@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, and_, delete, func, literal, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from agentserve.interfaces import SessionRow, StoredResponse
-from agentserve.protocol.items import Item, decode_items, encode_items
+from agentserve.protocol.items import InputItem, decode_items, encode_items
 from agentserve.session.tables import conversation_items, conversations, idempotency, items, responses, sessions
 
 MAX_BASES = 32
@@ -98,7 +98,7 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
         connection.execute(insert(connection, idempotency).on_conflict_do_nothing(), row)
 
 
-def _item_rows(response: str, output: int, values: Sequence[Item]) -> list[dict[str, Any]]:
+def _item_rows(response: str, output: int, values: Sequence[InputItem]) -> list[dict[str, Any]]:
     bodies = _raw_items.decode(encode_items(tuple(values)))
     return [
         {"response": response, "output": output, "position": i, "type": value.__struct_config__.tag, "body": bytes(body)}

@@ -25,8 +25,8 @@ LETTERS = {
     "response.custom_tool_call_input.delta": "u",
     "response.custom_tool_call_input.done": "v",
 }
-ADDED = {"reasoning": "R", "message": "M", "function_call": "F", "custom_tool_call": "U"}
-ORDER = re.compile(r"CP+(Rr*qD|Mat*xdD|Ff*gD|Uu*vD)*T")
+ADDED = {"compaction": "K", "reasoning": "R", "message": "M", "function_call": "F", "custom_tool_call": "U"}
+ORDER = re.compile(r"CP+(KDP*)?(Rr*qD|Mat*xdD|Ff*gD|Uu*vD)*T")
 
 
 def check(events: Sequence[dict[str, Any]], stream_id: str | None = None) -> dict[str, Any]:
