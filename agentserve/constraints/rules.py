@@ -77,10 +77,10 @@ def enforces(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool])
     """Whether a request limits its answer at all. Cheap."""
     if form is not None and form.type != "text":
         return True
-    if choice.mode == "required":
-        return True
+    if choice.mode != "auto":
+        return True  # also without tools: a model may make a call that nobody offered
     strict = any(tool.strict is True if isinstance(tool, FunctionTool) else _has_grammar(tool) for tool in tools)
-    return bool(tools) and (choice.mode == "none" or choice.names is not None or strict)
+    return bool(tools) and (choice.names is not None or strict)
 
 
 def _rule(form: TextFormat | None, choice: ToolChoice, tools: Sequence[Tool], one_call: bool) -> OutputRule:

@@ -90,10 +90,10 @@ def test_only_what_limits_an_answer_makes_a_rule() -> None:
     rules = Rules()
     assert rules.rule(None, ToolChoice(), TOOLS[:1], one_call=False) is None
     assert rules.rule(TextFormat(type="text"), ToolChoice(), (), one_call=False) is None
-    assert rules.rule(None, ToolChoice("none"), (), one_call=False) is None
-    none = rules.rule(None, ToolChoice("none"), TOOLS, one_call=False)
-    assert none is not None
-    assert (none.calls, none.schemas) == ("none", {})
+    for tools in (TOOLS, ()):  # a model may call what nobody offered
+        none = rules.rule(None, ToolChoice("none"), tools, one_call=False)
+        assert none is not None
+        assert (none.calls, none.schemas) == ("none", {})
 
 
 def test_a_tool_that_is_not_strict_is_held_to_what_is_possible() -> None:
