@@ -14,11 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentserve.config import is_loopback
-from agentserve.errors import Forbidden, InvalidValue, ServerError
+from agentserve.errors import InvalidValue, ServerError
 from agentserve.http import json_response, read_object
-from agentserve.pages import principal_of
-from agentserve.security import OWNER
+from agentserve.pages import check_operator
 from agentserve.services import Services
 from agentserve.worker.fleet import merged
 from agentserve.worker.messages import Tiers
@@ -42,12 +40,12 @@ class CacheApi:
         ]
 
     async def get(self, request: Request) -> Response:
-        _check_owner(request)
+        check_operator(request)
         return self._answer(merged(await asyncio.gather(*(model.worker.tiers() for model in self.services.models))))
 
     async def quota(self, request: Request) -> Response:
         """Takes effect at once: what is over a smaller budget is evicted, except what is in use or pinned."""
-        _check_owner(request)
+        check_operator(request)
         body = await read_object(request, self.services, _Quota)
         if body.ram_bytes is None and body.disk_bytes is None:
             raise InvalidValue("got no budget; accepted: ram_bytes, disk_bytes or both")
@@ -83,11 +81,3 @@ def _parts(total: int | None, weights: Sequence[int]) -> list[int | None]:
         return [None] * len(weights)
     whole = sum(weights)
     return [total * weight // whole if whole else total // len(weights) for weight in weights]
-
-
-def _check_owner(request: Request) -> None:
-    if principal_of(request).id != OWNER:
-        raise Forbidden("only the server's own token may look at the saved states of all", "token")
-    peer = request.client
-    if peer is None or not is_loopback(peer.host):
-        raise Forbidden("only programs on the server's own machine may do this", "host")

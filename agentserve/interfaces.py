@@ -21,6 +21,7 @@ from agentserve.worker.messages import (
     Hello,
     Load,
     Matched,
+    Memory,
     Progress,
     Saved,
     StartTurn,
@@ -311,6 +312,10 @@ class Worker(Protocol):
 
     async def tiers(self, *, ram_bytes: int | None = None, disk_bytes: int | None = None) -> Tiers | None:
         """What the tiers hold, after their budgets were changed (None = not). None: no worker answers."""
+        ...
+
+    async def memory(self, slots: int | None = None) -> tuple[Memory | None, ...]:
+        """How each worker's device memory is divided, after the expert slots were changed (None = not). None: no answer."""
         ...
 
     def forget(self, session: str) -> None: ...

@@ -8,9 +8,11 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentserve.errors import InvalidValue
+from agentserve.config import is_loopback
+from agentserve.errors import Forbidden, InvalidValue
 from agentserve.http import json_response
 from agentserve.interfaces import Principal
+from agentserve.security import OWNER
 
 T = TypeVar("T")
 
@@ -19,6 +21,15 @@ MAX_PAGE = 100
 
 def principal_of(request: Request) -> Principal:
     return request.state.principal
+
+
+def check_operator(request: Request) -> None:
+    """Only who runs the server, from its own machine, may look at what all share, and change it. Raises Forbidden."""
+    if principal_of(request).id != OWNER:
+        raise Forbidden("only the server's own token may look at what all principals share", "token")
+    peer = request.client
+    if peer is None or not is_loopback(peer.host):
+        raise Forbidden("only programs on the server's own machine may do this", "host")
 
 
 def limit_of(request: Request) -> int:

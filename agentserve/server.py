@@ -36,6 +36,7 @@ from agentserve.http import (
     json_response,
 )
 from agentserve.interfaces import StoredResponse
+from agentserve.memory_admin import MemoryApi
 from agentserve.metrics import CONTENT_TYPE
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
@@ -235,6 +236,7 @@ def routes(api: Api) -> list[Route | WebSocketRoute]:
         *ConversationsApi(api.services).routes(),
         *SessionsApi(api.services).routes(),
         *CacheApi(api.services).routes(),
+        *MemoryApi(api.services).routes(),
         Route("/healthz", api.healthz, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),

@@ -20,6 +20,7 @@ import torch
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
 from engine.elastic.boundary import Boundary, Divided
+from engine.elastic.controller import Controller
 from engine.errors import InvalidRequest, OutOfDeviceMemory, OutOfPages, Unsupported
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.models.base import Logits, Model, Pass, SlotCounters, Staged
@@ -144,6 +145,9 @@ class Engine:
             numerics=spec.numerics,
         )
         self._boundary = None if divided is None else Boundary(divided, self.store, self.scheduler)
+        self._controller: Controller | None = None
+        if divided is not None and self._boundary is not None and divided.watch:
+            self._controller = Controller(self._boundary, divided, self.store, self.scheduler, clock_ns)
         self._staged = model if isinstance(model, Staged) else None
         self._open: OpenPass | None = None
         self._requests: dict[str, Running] = {}
@@ -297,12 +301,17 @@ class Engine:
         """How the device's memory is divided now; None where it cannot change hands."""
         return None if self._boundary is None else self._boundary.report()
 
-    def _tend_memory(self) -> None:
-        """Between passes: what was asked of memory and is not done yet."""
+    @torch.inference_mode()
+    def tend_memory(self) -> None:
+        """What was asked of memory and is not done yet. Each step begins with it; an idle engine's owner calls it."""
         boundary = self._boundary
-        if boundary is not None and boundary.moving and self._open is None:
+        if boundary is None or self._open is not None:
+            return
+        if self._controller is not None:
+            self._controller.look()
+        if boundary.moving:
             with contextlib.suppress(OutOfPages, OutOfDeviceMemory):  # it has said so, and keeps what it has
-                boundary.advance()
+                boundary.advance(whole=not self.has_work)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -316,7 +325,7 @@ class Engine:
         """
         events, self._unreturned = self._unreturned, []
         try:
-            self._tend_memory()
+            self.tend_memory()
             with self._spoiling(self.scheduler.running):
                 slices = self._plan(events)
             if self._staged is not None:
@@ -587,6 +596,9 @@ class Engine:
             cuts_skipped=scheduler.cuts_skipped,
             preemptions=scheduler.preemptions,
             pauses=scheduler.pauses,
+            expert_slots=0 if self._boundary is None else self._boundary.sizes.slots,
+            memory_moves=0 if self._boundary is None else self._boundary.moves,
+            lent_bytes=0 if self._boundary is None else self._boundary.lent_bytes,
         )
 
     def check(self) -> None:

@@ -249,6 +249,7 @@ class EngineStats:
 
     waiting_prefill_tokens: prompt tokens not yet computed, of running requests too. cuts_skipped: cuts that gave no hold for
     want of a recurrent row. preemptions: requests sent to host memory for want of pages, pauses: for a more pressing one.
+    expert_slots, memory_moves, lent_bytes: as MemoryReport has them.
     """
 
     running: int
@@ -268,3 +269,6 @@ class EngineStats:
     cuts_skipped: int = 0
     preemptions: int = 0
     pauses: int = 0
+    expert_slots: int = 0
+    memory_moves: int = 0
+    lent_bytes: int = 0

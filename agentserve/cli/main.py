@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentserve.cli import cache, calibrate, chat, demo, doctor, launch, migrate, serve
+from agentserve.cli import cache, calibrate, chat, demo, doctor, launch, memory, migrate, serve
 
 app = typer.Typer(
     name="agentserve",
@@ -46,6 +46,7 @@ app.command("launch")(launch.launch)
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")
+app.command("memory")(memory.memory)
 app.command("migrate")(migrate.migrate)
 
 

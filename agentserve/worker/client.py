@@ -27,8 +27,10 @@ from agentserve.worker.messages import (
     LoadFailed,
     Loading,
     Matched,
+    Memory,
     PinCheckpoint,
     Progress,
+    ResizeExperts,
     Saved,
     SetBudgets,
     StartTurn,
@@ -107,7 +109,7 @@ class WorkerClient:
         self._pipe: Sender | None = None
         self._turns: dict[str, _Inbox] = {}
         self.budgets: dict[str, int] = {}
-        self._queries: dict[int, asyncio.Future[Checkpoints | Tiers | None]] = {}
+        self._queries: dict[int, asyncio.Future[Checkpoints | Tiers | Memory | None]] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
 
@@ -199,7 +201,12 @@ class WorkerClient:
             self.budgets |= {name: value for name, value in wanted.items() if value is not None}
         return answer
 
-    async def _ask(self, query: Callable[[int], ToWorker]) -> Checkpoints | Tiers | None:
+    async def memory(self, slots: int | None = None) -> tuple[Memory | None, ...]:
+        """How the device's memory is divided, after the expert slots were changed (None = not). None: no worker answers."""
+        answer = await self._ask(lambda query_id: ResizeExperts(query_id, slots))
+        return (answer if isinstance(answer, Memory) else None,)
+
+    async def _ask(self, query: Callable[[int], ToWorker]) -> Checkpoints | Tiers | Memory | None:
         """None when no worker answers in time."""
         if not self.ready:
             return None
@@ -270,7 +277,7 @@ class WorkerClient:
         elif isinstance(frame, Hello):
             self.hello, self.loading, self.failure, self.trouble = frame, None, None, None
             self._wake()
-        elif isinstance(frame, Checkpoints | Tiers):
+        elif isinstance(frame, Checkpoints | Tiers | Memory):
             answer = self._queries.get(frame.query_id)
             if answer is not None and not answer.done():
                 answer.set_result(frame)

@@ -24,6 +24,7 @@ from agentserve.worker.messages import (
     Load,
     Loading,
     Matched,
+    Memory,
     Progress,
     StartTurn,
     TierRow,
@@ -259,6 +260,11 @@ class Fleet:
             for client in self.clients:  # also those that are only starting
                 client.budgets |= {name: value for name, value in wanted.items() if value is not None}
         return together
+
+    async def memory(self, slots: int | None = None) -> tuple[Memory | None, ...]:
+        """See WorkerClient.memory: one answer for each worker, in order."""
+        answers = await asyncio.gather(*(client.memory(slots) for client in self.clients))
+        return tuple(answer for one in answers for answer in one)
 
     def forget(self, session: str) -> None:
         self._holdings.forget(session)

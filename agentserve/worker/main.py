@@ -33,6 +33,7 @@ from agentserve.worker.messages import (
     ListCheckpoints,
     LoadFailed,
     PinCheckpoint,
+    ResizeExperts,
     SetBudgets,
     StartTurn,
     Tiers,
@@ -42,6 +43,7 @@ from agentserve.worker.messages import (
 )
 from agentserve.worker.pipe import PipeClosed, WorkerPipe
 from agentserve.worker.ports import EnginePort
+from agentserve.worker.requests import memory_answer
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
@@ -60,6 +62,8 @@ DRAIN_FLUSH_S = 4.0
 """For writing saved states at the end; the supervisor kills after five seconds."""
 ELSEWHERE_POLL_S = 0.25
 """While a grammar compiles or a state is read and the engine has nothing to do: for deadlines. Their end wakes the loop."""
+MEMORY_POLL_S = 1.0
+"""How often an idle worker looks whether another program wants the device's memory."""
 CRASH_FLUSH_S = 2.0
 """The same when the server is gone: only what was to be written anyway, since another server may be starting."""
 PASSES_THAT_MAY_FAIL = 3
@@ -89,6 +93,8 @@ class Worker:
         self._told = False
         self._report_now = False
         self._failed_passes = 0
+        # Other programs come and go while nothing runs here, too.
+        self._idle_s = None if engine.memory is None else MEMORY_POLL_S
 
     def drain(self) -> None:
         """Take no more turns; `run` returns when the running ones have ended."""
@@ -103,7 +109,7 @@ class Worker:
         report_at = 0.0
         keep_at = time.monotonic() + KEEP_S
         while not (self._draining and self._turns.running == 0):
-            idle_s = ELSEWHERE_POLL_S if self._turns.elsewhere else None
+            idle_s = ELSEWHERE_POLL_S if self._turns.elsewhere else self._idle_s
             # Between steps, and in pauses until something arrives: a piece of what leaves the engine's pools.
             chores = self._bridge.chore()
             for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
@@ -115,6 +121,8 @@ class Worker:
             if self._turns.elsewhere:
                 self._turns.poll()
             ended = self._step() if self._engine.has_work else False
+            if self._idle_s is not None and not self._engine.has_work:
+                self._tend()
             now = time.monotonic()
             if ended or self._report_now or now >= report_at:
                 self._report_now = False
@@ -140,10 +148,7 @@ class Worker:
         except PipeClosed:
             raise
         except DeviceError as error:
-            # What the device held is lost, and so is every running turn: say why, and be started anew.
-            log.exception("the device failed")
-            self._pipe.send(LoadFailed(str(error), permanent=False))
-            self._pipe.flush()
+            self._device_failed(error)
             raise
         except Exception:
             # The engine ends the requests of a failed pass with an error and can go on; unless it fails again and again.
@@ -154,6 +159,19 @@ class Worker:
             return False
         self._failed_passes = 0
         return ended
+
+    def _device_failed(self, error: DeviceError) -> None:
+        """What the device held is lost, and so is every running turn: say why, and be started anew."""
+        log.exception("the device failed")
+        self._pipe.send(LoadFailed(str(error), permanent=False))
+        self._pipe.flush()
+
+    def _tend(self) -> None:
+        try:
+            self._engine.tend_memory()
+        except DeviceError as error:
+            self._device_failed(error)
+            raise
 
     def _take(self, frame: ToWorker) -> None:
         match frame:
@@ -179,6 +197,8 @@ class Worker:
                 refused = self._set_budgets(frame.ram_bytes, frame.disk_bytes)
                 self._bridge.budgets_changed()
                 self._pipe.send(Tiers(frame.query_id, self._bridge.tiers(), refused))
+            case ResizeExperts():
+                self._pipe.send(memory_answer(self._engine, frame))
             case Drain():
                 self.drain()
 

@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -126,11 +126,32 @@ class SetBudgets(msgspec.Struct, frozen=True, tag="budgets"):
     disk_bytes: int | None = None
 
 
+class ResizeExperts(msgspec.Struct, frozen=True, tag="resize"):
+    """Have so many expert slots on the device, KV pages taking or giving what that leaves or needs; None = change nothing.
+
+    Answered by Memory with that id; a move that turns wait beside goes on after the answer.
+    """
+
+    query_id: int
+    slots: int | None = None
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish running turns, accept no more, then exit 0."""
 
 
-ToWorker = StartTurn | CancelTurn | ListCheckpoints | PinCheckpoint | ForgetSession | Expect | Unexpect | SetBudgets | Drain
+ToWorker = (
+    StartTurn
+    | CancelTurn
+    | ListCheckpoints
+    | PinCheckpoint
+    | ForgetSession
+    | Expect
+    | Unexpect
+    | SetBudgets
+    | ResizeExperts
+    | Drain
+)
 
 
 # ── worker → server ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,6 +317,33 @@ class Tiers(msgspec.Struct, frozen=True, tag="tiers"):
     refused: str = ""
 
 
+class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in `/v1/memory`. Mirror of engine.types.MemoryReport, which says what each is."""
+
+    slots: int
+    wanted_slots: int
+    least_slots: int
+    most_slots: int
+    experts: int
+    slot_bytes: int
+    pages: int
+    wanted_pages: int
+    page_tokens: int
+    page_bytes: int
+    moves: int
+    lent_bytes: int
+    fixed: str
+    trouble: str
+
+
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """row None: no memory can change hands there. refused: why the slots were not changed."""
+
+    query_id: int
+    row: MemoryRow | None
+    refused: str = ""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Periodic report (each second, and after each finished turn): what the predictor and the metrics need."""
 
@@ -325,5 +373,6 @@ FromWorker = (
     | TurnFailed
     | Checkpoints
     | Tiers
+    | Memory
     | Load
 )

@@ -7,7 +7,18 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.types import EngineEvent, EngineStats, HeldState, HoldId, ModelInfo, Request, Room, StateLayout, StateSnapshot
+from engine.types import (
+    EngineEvent,
+    EngineStats,
+    HeldState,
+    HoldId,
+    MemoryReport,
+    ModelInfo,
+    Request,
+    Room,
+    StateLayout,
+    StateSnapshot,
+)
 
 
 class EnginePort(Protocol):
@@ -35,3 +46,7 @@ class EnginePort(Protocol):
     def set_reclaim(self, callback: Callable[[int], int]) -> None: ...
     def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None: ...
     def stats(self) -> EngineStats: ...
+    @property
+    def memory(self) -> MemoryReport | None: ...
+    def resize_experts(self, slots: int) -> None: ...
+    def tend_memory(self) -> None: ...

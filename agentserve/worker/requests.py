@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 
 from agentserve.deadlines import Rates
 from agentserve.worker.forecast import due_us, owner, share
-from agentserve.worker.messages import Load, StartTurn, TurnFailed
+from agentserve.worker.messages import Load, Memory, MemoryRow, ResizeExperts, StartTurn, TurnFailed
+from agentserve.worker.ports import EnginePort
 from agentserve.worker.turns import TurnRecord
+from engine.errors import DeviceError, EngineError
 from engine.types import EngineStats, HoldId, ModelInfo, Request, SamplingParams, StateSnapshot
 
 
@@ -62,6 +65,20 @@ def _sampling(start: StartTurn, info: ModelInfo) -> SamplingParams:
     )
 
 
+def memory_answer(engine: EnginePort, query: ResizeExperts) -> Memory:
+    """Do what is asked of the device's memory, and say how it is divided then."""
+    refused = ""
+    if query.slots is not None:
+        try:
+            engine.resize_experts(query.slots)
+        except DeviceError:
+            raise
+        except EngineError as error:
+            refused = str(error)
+    report = engine.memory
+    return Memory(query.query_id, None if report is None else MemoryRow(**asdict(report)), refused)
+
+
 def load_report(
     stats: EngineStats,
     rates: Rates,
@@ -91,5 +108,8 @@ def load_report(
             "slot_misses": stats.slot_misses,
             "preemptions": stats.preemptions,
             "pauses": stats.pauses,
+            "expert_slots": stats.expert_slots,
+            "memory_moves": stats.memory_moves,
+            "memory_lent_bytes": stats.lent_bytes,
         },
     )

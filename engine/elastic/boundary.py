@@ -20,6 +20,7 @@ from engine.elastic.memory import Memory
 from engine.elastic.plan import Sizes, divide, most_slots, shrunk, toward
 from engine.errors import EngineError, OutOfPages, Unsupported
 from engine.kvcache.store import Held, StateStore
+from engine.moe.cost import Rates
 from engine.scheduler.scheduler import Scheduler
 from engine.types import MemoryReport
 
@@ -38,18 +39,28 @@ class SlotUser(Protocol):
         """Experts over all layers."""
         ...
 
+    @property
+    def rates(self) -> Rates: ...
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """Since the start: fetches, experts on the CPU, hits, misses. Waits for the device."""
+        ...
+
     def leave(self, slots: int) -> int: ...
     def enter(self, slots: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The device's memory that can change hands, as loading divided it. experts: None for a model without any."""
+    """The device's memory that can change hands, as loading divided it. experts: None for a model without any. watch: give
+    memory to other programs that want it; trade: and move it by what it is worth."""
 
     memory: Memory
     sizes: Sizes
     experts: SlotUser | None
     device: Device
+    watch: bool = False
+    trade: bool = False
 
 
 class Boundary:
@@ -62,6 +73,7 @@ class Boundary:
         self.home_chunks = divided.memory.chunks
         """In hand at the start, and again when others have given back what they took."""
         self.chunks = self.home_chunks
+        self._asked = self.sizes.slots
         self.trouble = ""
         self.moves = 0
         self._experts = divided.experts
@@ -79,6 +91,7 @@ class Boundary:
             why = "every expert is on the device and the host's copy was given back: set engine.slots to keep it"
             raise Unsupported(f"expert slots: cannot be resized, since {why}")
         self.target = divide(self.memory.bounds, self.chunks, slots)
+        self._asked = slots
         self.trouble = ""
 
     def limits(self) -> tuple[int, int]:
@@ -101,21 +114,38 @@ class Boundary:
             page_tokens=self._store.page_size,
             page_bytes=bounds.page_bytes,
             moves=self.moves,
-            lent_bytes=max(0, self.home_chunks - self.chunks) * bounds.chunk_bytes,
+            lent_bytes=self.lent_bytes,
             fixed=self.memory.fixed or "",
             trouble=self.trouble,
         )
 
+    @property
+    def used_chunks(self) -> int:
+        """By what is there now."""
+        bounds = self.memory.bounds
+        return bounds.slot_chunks(self.sizes.slots) + bounds.page_chunks(self.sizes.pages)
+
+    @property
+    def lent_chunks(self) -> int:
+        """Given up for other programs."""
+        return max(0, self.home_chunks - self.chunks)
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.lent_chunks * self.memory.bounds.chunk_bytes
+
     def allow(self, chunks: int) -> None:
-        """Have so many chunks in all from now on: fewer take from the slots first, more go to them first."""
-        bounds, now = self.memory.bounds, self.target
-        before, self.chunks = self.chunks, chunks
-        if chunks < before:
-            used = bounds.slot_chunks(now.slots) + bounds.page_chunks(now.pages)
-            self.target = shrunk(bounds, now, used - chunks) if used > chunks else now
-        else:
-            slots = bounds.slots_in(max(0, chunks - bounds.page_chunks(now.pages)))
-            self.target = Sizes(max(now.slots, slots) if self._elastic_slots else now.slots, now.pages)
+        """Have so many chunks in all from now on. Fewer are taken from the slots first; of more the slots get back what they
+        were asked to be, then the pages."""
+        bounds, now = self.memory.bounds, self.sizes
+        more = chunks > self.chunks
+        self.chunks = chunks
+        if not more:
+            self.target = shrunk(bounds, now, max(0, self.used_chunks - chunks))
+            return
+        slots = bounds.slots_in(max(0, chunks - bounds.page_chunks(now.pages)))
+        slots = max(now.slots, min(slots, self._asked)) if self._elastic_slots else now.slots
+        self.target = Sizes(slots, max(now.pages, bounds.pages_in(max(0, chunks - bounds.slot_chunks(slots)))))
 
     @property
     def _elastic_slots(self) -> bool:

@@ -87,6 +87,11 @@ class ExpertPool:
     def total(self) -> int:
         return self.layers * self.experts
 
+    @property
+    def rates(self) -> Rates:
+        """The newest."""
+        return self.split.rates
+
     def layer(self, ordinal: int) -> ExpertBank:
         """The experts of one layer when all are resident: rows are experts."""
         rows = slice(ordinal * self.experts, (ordinal + 1) * self.experts)

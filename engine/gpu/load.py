@@ -173,7 +173,9 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         memory=shared,
     )
     lines = _lines(device, memory.free, memory.total, allowed, config, dense, workspace, bank, pool, sizes, tokens, spec)
-    return PlacedModel(model, decided, lines, Divided(shared, divided, pool, device))
+    watch = config.elastic == "auto" and shared.fixed is None
+    trade = watch and config.slots == config.kv_tokens == "auto"  # a size that was set is not changed for what it is worth
+    return PlacedModel(model, decided, lines, Divided(shared, divided, pool, device, watch, trade))
 
 
 def reserve(

@@ -52,7 +52,8 @@ class Scheduler:
     clock(): µs, of the same clock as the deadlines.
     reclaim(pages): asks the owner of holds to release some worth about `pages` pages; returns how many holds it released.
     starved: requests that cannot go on although nothing else runs and reclaim gave nothing; the engine fails them.
-    pace: what steps cost; the engine tells it. service: what each owner of requests has had.
+    pace: what steps cost; the engine tells it. service: what each owner of requests has had. loaded_bytes: of saved states,
+    copied back so far. short_pages: most that were asked for and not free, since somebody set it to 0.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Scheduler:
         self.preemptions = 0
         self.pauses = 0
         self.cuts_skipped = 0
+        self.loaded_bytes = self.short_pages = 0
         self._clock = clock
         self._sizes = chunk_sizes(chunk_tokens, min(LEAST_CHUNK, chunk_tokens))
         self._typical_output: int | None = None
@@ -257,7 +259,8 @@ class Scheduler:
         for seq in self._ordered(seqs) if len(seqs) > 1 else seqs:
             loading = seq.loading
             assert loading is not None
-            left -= loading.advance(left)
+            copied = loading.advance(left)
+            left, self.loaded_bytes = left - copied, self.loaded_bytes + copied
             if not loading.done:
                 return
             self._restored(seq, loading.snapshot.position, _tensor(loading.snapshot.logits))
@@ -294,6 +297,7 @@ class Scheduler:
     def _make_room(self, needs: Callable[[], tuple[int, int]], seq: Sequence, spill: bool) -> bool:
         """True once needs() → (pages, rows) are free. needs is asked again after each release: a page that loses its other
         owners need not be copied any more."""
+        self.short_pages = max(self.short_pages, needs()[0] - self.store.pages.free)
         while not self._free(*needs()):
             if not self._reclaim(*needs()) and not (spill and self._spill_one(seq)):
                 return False

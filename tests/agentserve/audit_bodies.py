@@ -187,6 +187,7 @@ BODIES: dict[str, Bodies] = {
     "/v1/conversations/{id}/items": lambda made: [{"items": ITEMS}, *BAD_TURNS[-6:-3]],
     "/v1/conversations/{id}/items/{item_id}": lambda made: [{"item": ITEMS[0]}, {"item": BAD_TURNS[-6]["input"][0]}],
     "/v1/sessions/{id}/fork": lambda made: [{"response_id": made.response, "note": SECRET}],
+    "/v1/memory/experts": lambda made: [{"slots": 40}, {"slots": SECRET}, {"slots": 40, "model": SECRET}],
     "/v1/cache/quota": lambda made: [{"ram_bytes": 1 << 30, "disk_bytes": 1 << 30}, {"ram_bytes": SECRET}, {"note": SECRET}],
     "/v1/sessions/{id}/pin": lambda made: [{"checkpoint": NAME, "note": SECRET}],
     "/v1/sessions/{id}/release": lambda made: [{"checkpoint": NAME, "note": SECRET}],

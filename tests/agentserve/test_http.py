@@ -296,6 +296,23 @@ def test_two_branches_from_one_response_do_not_see_each_other(server: FakeServer
         ]
 
 
+def test_the_servers_own_token_sees_and_moves_the_border_of_device_memory(server: FakeServer, client: httpx.Client) -> None:
+    (worker,) = client.get("/v1/memory").json()["workers"]
+    assert (worker["model"], worker["worker"], worker["answered"]) == ("fake", 0, True)
+    assert (worker["memory"]["slots"], worker["memory"]["experts"]) == (32, 128)
+    (worker,) = client.post("/v1/memory/experts", json={"slots": 40}).json()["workers"]
+    assert worker["memory"]["slots"] == 40
+    refused = client.post("/v1/memory/experts", json={"slots": 65})
+    assert refused.status_code == 400
+    assert "got 65, accepted: 8 to 64" in refused.json()["error"]["message"]
+    bodies: list[dict[str, Any]] = [{}, {"slots": 0}, {"slots": "8"}, {"pages": 1}, {"slots": 8, "model": "another"}]
+    for body in bodies:
+        assert client.post("/v1/memory/experts", json=body).status_code == 400, body
+    other = {"Authorization": f"Bearer {OTHER_TOKEN}"}
+    assert client.get("/v1/memory", headers=other).status_code == 403
+    assert client.post("/v1/memory/experts", json={"slots": 8}, headers=other).status_code == 403
+
+
 def test_only_the_servers_own_token_sees_and_changes_what_the_tiers_may_hold(server: FakeServer, client: httpx.Client) -> None:
     answer = client.get("/v1/cache").json()
     assert [(row["tier"], row["budget_bytes"]) for row in answer["tiers"]] == [("ram", 1 << 30)]

@@ -32,6 +32,7 @@ WITHOUT_A_BODY: list[tuple[str, str | None]] = [
     ("/v1/chat/completions", "messages"),
     ("/v1/messages", "messages"),
     ("/v1/cache/quota", "ram_bytes"),
+    ("/v1/memory/experts", "slots"),
 ]
 
 

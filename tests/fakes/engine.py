@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import ContextTooLong, EngineError, SnapshotMismatch, UnknownHold
+from engine.errors import ContextTooLong, EngineError, SnapshotMismatch, UnknownHold, Unsupported
 from engine.types import (
     CutReached,
     EngineEvent,
@@ -22,6 +22,7 @@ from engine.types import (
     HeldState,
     HoldId,
     KvRun,
+    MemoryReport,
     ModelInfo,
     PrefillProgress,
     Request,
@@ -236,6 +237,16 @@ class FakeEngine:
 
     def set_token_bytes(self, table: Mapping[int, bytes] | Sequence[bytes]) -> None:
         self.token_bytes = table
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        return None
+
+    def resize_experts(self, slots: int) -> None:
+        raise Unsupported(f"expert slots: got {slots}, and there are none")
+
+    def tend_memory(self) -> None:
+        pass
 
     def stats(self) -> EngineStats:
         runs = list(self._runs.values())

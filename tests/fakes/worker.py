@@ -7,12 +7,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from agentserve.interfaces import TurnFrame
 from agentserve.worker.messages import (
     CheckpointRow,
     Hello,
     Load,
     Matched,
+    Memory,
+    MemoryRow,
     Progress,
     StartTurn,
     TierRow,
@@ -108,6 +112,22 @@ class FakeWorker:
         self.default = answer("Hello there")
         self.starts: list[StartTurn] = []
         self.cancelled: list[str] = []
+        self.device_memory = MemoryRow(
+            slots=32,
+            wanted_slots=32,
+            least_slots=8,
+            most_slots=64,
+            experts=128,
+            slot_bytes=6 << 20,
+            pages=100,
+            wanted_pages=100,
+            page_tokens=64,
+            page_bytes=1 << 20,
+            moves=0,
+            lent_bytes=0,
+            fixed="",
+            trouble="",
+        )
         self.left: list[str] = []
         self.forgotten: list[str] = []
         self.expected: dict[str, tuple[bytes, bytes]] = {}
@@ -164,6 +184,13 @@ class FakeWorker:
             return Tiers(1, (), "there is no disk tier")
         budget = 1 << 30 if ram_bytes is None else ram_bytes
         return Tiers(1, (TierRow(tier="ram", used_bytes=4096, budget_bytes=budget, checkpoints=1),))
+
+    async def memory(self, slots: int | None = None) -> tuple[Memory | None, ...]:
+        if slots is not None and not 8 <= slots <= 64:
+            return (Memory(1, self.device_memory, f"slots: got {slots}, accepted: 8 to 64"),)
+        if slots is not None:
+            self.device_memory = msgspec.structs.replace(self.device_memory, slots=slots, wanted_slots=slots)
+        return (Memory(1, self.device_memory),)
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ class Turns:
 
 
 def worker(error: Exception) -> tuple[Worker, Pipe]:
-    pipe, anything = Pipe(), object()
+    pipe, anything = Pipe(), SimpleNamespace(memory=None)
     return Worker(pipe, anything, Turns(error), anything), pipe  # type: ignore[arg-type]
 
 

@@ -20,7 +20,9 @@ from agentserve.worker.messages import (
     Expect,
     Hello,
     Matched,
+    Memory,
     Progress,
+    ResizeExperts,
     Sampling,
     SetBudgets,
     StartTurn,
@@ -334,6 +336,22 @@ async def test_budgets_of_all_workers_are_divided_and_their_tiers_told_as_one() 
     assert [client.budgets for client in workers.clients] == [{"ram_cache_bytes": 300, "disk_cache_bytes": 500}] * 3
     assert merged([None, Tiers(1, (), "there is no disk tier")]) == Tiers(1, (), "there is no disk tier")
     assert merged([None]) is None
+
+
+async def test_every_worker_is_asked_about_its_device_and_answers_for_itself() -> None:
+    workers = Workers(3)
+    workers.down(2)
+    asked = asyncio.create_task(workers.fleet.memory(40))
+    await settle()
+    for worker in (0, 1):
+        (frame,) = [frame for frame in workers.pipes[worker].sent if isinstance(frame, ResizeExperts)]
+        assert frame.slots == 40
+        workers.clients[worker].receive(Memory(frame.query_id, None, "slots: got 40, accepted: 2 to 30" if worker else ""))
+    first, second, third = await asked
+    assert third is None
+    assert first is not None
+    assert second is not None
+    assert (first.refused, second.refused) == ("", "slots: got 40, accepted: 2 to 30")
 
 
 async def test_what_is_expected_is_told_to_the_sessions_own_worker() -> None:

@@ -253,3 +253,56 @@ def test_without_virtual_memory_slots_are_left_unused_and_the_reason_is_named(ch
             check_slots(pool_of(engine))
         run(engine, log)
         assert log.tokens["a"] == golden(model, prompt(5, 20), 20)
+
+
+def test_another_program_gets_memory_and_gives_it_back(checkpoints, monkeypatch):
+    reserve = 8 * 24576  # bytes of so many experts
+    monkeypatch.setattr("engine.elastic.controller.WINDOW_NS", 0)
+    monkeypatch.setattr("engine.elastic.controller.RESERVE_BYTES", reserve)
+    directory, model = checkpoints("qwen3_moe", "host")
+    with engine_on(directory, slots=SLOTS, kv_tokens=640) as engine:
+        device = engine.model.device  # type: ignore[attr-defined]
+        free = device.free_bytes()
+        assert pool_of(engine).bank.record.nbytes * 8 == reserve
+        engine.submit(request("a", prompt(1, 20), 24))
+        log = Log()
+        for _ in range(3):
+            log.add(engine.step())
+        assert sizes(engine) == (SLOTS, 40)
+        device.others_bytes = free - reserve // 4
+        for _ in range(3):
+            log.add(engine.step())
+        assert sizes(engine) == (SLOTS - 6, 40)
+        assert device.free_bytes() == reserve
+        assert engine.memory.lent_bytes == 6 * reserve // 8  # type: ignore[union-attr]
+        check_slots(pool_of(engine))
+        device.others_bytes = 0
+        for _ in range(5):
+            log.add(engine.step())
+        assert sizes(engine)[0] == SLOTS
+        assert engine.memory.lent_bytes == 0  # type: ignore[union-attr]
+        run(engine, log)
+        assert log.tokens["a"] == golden(model, prompt(1, 20), 24)
+
+
+def test_the_border_moves_by_itself_when_a_wish_lasts(checkpoints, monkeypatch):
+    monkeypatch.setattr("engine.elastic.controller.WINDOW_NS", 0)
+    directory, model = checkpoints("qwen3_moe", "host")
+    seen: list[Any] = []
+
+    def wish(bounds: Any, now: Any, experts: int, what: Any, costs: Any) -> int:
+        seen.append((now.slots, what, costs))
+        return 2 if len(seen) > 2 else 0
+
+    monkeypatch.setattr("engine.elastic.controller.wish", wish)
+    with engine_on(directory, slots=SLOTS, kv_tokens=640) as engine:
+        controller = engine._controller
+        assert controller is not None
+        assert not controller._trade, "sizes that were set stay"
+        controller._trade = True
+        engine.submit(request("a", prompt(1, 20), 12))
+        log = run(engine)
+        assert sizes(engine)[0] == SLOTS - 2 * (1 + (len(seen) - 5) // 6)
+        assert sum(what.hits + what.misses for _, what, _ in seen) > 0
+        assert all(costs.miss_ns > 0 and costs.page_ns > 0 for _, _, costs in seen)
+        assert log.tokens["a"] == golden(model, prompt(1, 20), 12)
