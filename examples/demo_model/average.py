@@ -12,19 +12,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.demo_model.config import Shape
-from examples.demo_model.export import save_weights
-
-
-def load_master(folder: Path) -> dict[str, Tensor]:
-    """The f32 weights that train.py wrote. Raises FileNotFoundError if the folder holds none."""
-    parts = sorted(folder.glob("master-*.safetensors"))
-    if not parts:
-        raise FileNotFoundError(f"no master-*.safetensors in {folder}")
-    return {name: value for part in parts for name, value in load_file(part).items()}
+from examples.demo_model.export import load_start, save_weights
 
 
 def average(first: dict[str, Tensor], second: dict[str, Tensor], share: float) -> dict[str, Tensor]:
@@ -41,8 +32,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.6, help="of the second")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    mixed = average(load_master(options.first), load_master(options.second), options.share)
-    save_weights(mixed, Shape(), options.out)
+    first, second = (load_start(folder, Shape()) for folder in (options.first, options.second))
+    save_weights(average(first, second, options.share), Shape(), options.out)
 
 
 if __name__ == "__main__":

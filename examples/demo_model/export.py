@@ -78,6 +78,15 @@ def from_hf(tensors: dict[str, Tensor], shape: Shape) -> Params:
     return {name: params[name] for name in parameter_shapes(shape)}
 
 
+def load_start(folder: Path, shape: Shape) -> Params:
+    """Weights in f32 to go on from: the f32 files of an earlier run, else a checkpoint. Raises FileNotFoundError if there are neither."""
+    from safetensors.torch import load_file
+
+    if parts := sorted(folder.glob("master-*.safetensors")):
+        return {name: value for part in parts for name, value in load_file(part).items()}
+    return from_hf(load_file(folder / "model.safetensors"), shape)
+
+
 def save_weights(params: Params, shape: Shape, folder: Path, name: str = "model.safetensors") -> None:
     """Write the weights in bf16."""
     from safetensors.torch import save_file

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from examples.demo_model.config import Shape
 from examples.demo_model.data import Feed, parse_mix
-from examples.demo_model.export import from_hf, save_config, save_weights
+from examples.demo_model.export import load_start, save_config, save_weights
 from examples.demo_model.model import Forward, Params, initial
 from examples.demo_model.optimizer import Optimizer
 from examples.demo_model.rows import Encoder
@@ -102,13 +102,6 @@ class Trainer:
 def rate(progress: float, step: int, peak: float) -> float:
     """Warm up for 300 steps, hold until 30% of the time, then fall linearly to 1% of the peak."""
     return peak * min((step + 1) / 300, 1.0) * min(1.0, max(0.01, (1 - progress) / 0.7))
-
-
-def load_start(folder: Path, shape: Shape) -> Params:
-    """Weights to go on from: the f32 files of an earlier run, else a checkpoint. Raises FileNotFoundError if there are neither."""
-    if parts := sorted(folder.glob("master-*.safetensors")):
-        return {name: value for part in parts for name, value in load_file(part).items()}
-    return from_hf(load_file(folder / "model.safetensors"), shape)
 
 
 def save_master(params: Params, folder: Path) -> None:

@@ -5,9 +5,9 @@ import torch
 
 from examples.demo_model.config import Shape
 from examples.demo_model.delta import CHUNK, scan, scan_plain, unit_inverse
-from examples.demo_model.export import from_hf, save_weights, to_hf
+from examples.demo_model.export import from_hf, load_start, save_weights, to_hf
 from examples.demo_model.model import Forward, initial
-from examples.demo_model.train import load_start, save_master
+from examples.demo_model.train import save_master
 
 SMALL = Shape(vocabulary=97, hidden=32, layers=4, heads=2, kv_heads=1, head_dim=16, key_heads=2, value_heads=4,
               delta_dim=8, experts=4, expert_width=16, shared_width=16)  # fmt: skip
