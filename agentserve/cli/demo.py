@@ -30,7 +30,7 @@ FILES = {
     "src/app.py": "from settings import load\nload()",
     "src/settings.py": "max_retries = 5\ntimeout = 30",
 }
-BEFORE_RESTART = ("What is in the notes folder?", "Read notes/prices.txt", "What is 42 * 17?")
+BEFORE_RESTART = ("Which files are in notes?", "Read notes/prices.txt", "What is 42 * 17?")
 AFTER_RESTART = ("Search for max_retries in src and read the file you find",)
 AFTER_EDIT = ("What is 714 + 86?",)
 CLEARED = "[old output cleared]"
