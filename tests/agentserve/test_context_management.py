@@ -180,7 +180,9 @@ def test_results_that_the_model_has_not_seen_stay_with_their_call(server: FakeSe
 
 
 @pytest.mark.parametrize(
-    "script", [answer(think("only thinking")), answer(""), failing("context_length_exceeded", "too long")], ids=str
+    "script",
+    [answer(think("only thinking")), answer(""), failing("context_length_exceeded", "too long")],
+    ids=["only thinking", "nothing", "too long"],
 )
 def test_without_a_summary_the_turn_goes_on_as_it_is(server: FakeServer, client: httpx.Client, script: Any) -> None:
     first = begun(server, client, **COMPACT)
