@@ -81,7 +81,7 @@ def test_resolve_decides_everything_and_changes_nothing_that_was_given():
     assert (resolved.threads, resolved.step_tokens, resolved.dtype) == (3, 512, "float32")
     assert resolved.max_context == 1024
     fields = {name: getattr(resolved, name) for name in EngineConfig.__dataclass_fields__}
-    assert [name for name, value in fields.items() if value == "auto"] == ["slots", "expert_mode"], (
+    assert [name for name, value in fields.items() if value == "auto"] == ["slots", "expert_mode", "elastic"], (
         "resident, and seen while serving"
     )
 

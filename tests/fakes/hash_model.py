@@ -214,6 +214,9 @@ class StagedHashModel(HashModel):
         super().__init__(spec)
         self._stages = stages
 
+    def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
+        raise AssertionError("only a CUDA device is rehearsed on")
+
     def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
         pass
 
