@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -22,9 +21,9 @@ import torch
 
 from agentserve import logs
 from agentserve.worker.loading import load_engine
-from agentserve.worker.main import serve
-from agentserve.worker.pipe import PipeClosed, WorkerPipe
+from agentserve.worker.pipe import WorkerPipe
 from agentserve.worker.settings import WorkerSettings
+from benchmarks.load.worker import serve_pipe
 from engine.batch import ForwardBatch
 from engine.engine import Engine
 from engine.models.base import Logits, Model, ModelSpec
@@ -80,12 +79,7 @@ def main() -> int:
         engine.model = Breakable(engine.model, options.orders)
         return engine
 
-    woken, wake = socket.socketpair()
-    with woken, wake, socket.socket(fileno=options.fd) as sock:
-        try:
-            return serve(WorkerPipe(sock, woken), wake, options.settings, load)
-        except PipeClosed:
-            return 0
+    return serve_pipe(options.fd, options.settings, load)
 
 
 if __name__ == "__main__":

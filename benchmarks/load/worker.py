@@ -10,7 +10,9 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,16 @@ from benchmarks.load.machines import MACHINES
 from benchmarks.load.timed import RealClock, TimedEngine, timed_engine
 
 WORDS = ("the", "a", "file", "is", "not", "in", "it", "and", "of", "line")
+
+
+def serve_pipe(fd: int, settings: WorkerSettings, load: Callable[[WorkerSettings, WorkerPipe], Any]) -> int:
+    """Serve with an engine of one's own until the server hangs up; the exit status."""
+    woken, wake = socket.socketpair()
+    with woken, wake, socket.socket(fileno=fd) as sock:
+        try:
+            return serve(WorkerPipe(sock, woken), wake, settings, load)
+        except PipeClosed:
+            return 0
 
 
 def main() -> int:
@@ -49,12 +61,7 @@ def main() -> int:
             **{"kv_tokens": 1 << 20, **settings.engine},
         )
 
-    woken, wake = socket.socketpair()
-    with woken, wake, socket.socket(fileno=options.fd) as sock:
-        try:
-            return serve(WorkerPipe(sock, woken), wake, options.settings, load)
-        except PipeClosed:
-            return 0
+    return serve_pipe(options.fd, options.settings, load)
 
 
 if __name__ == "__main__":

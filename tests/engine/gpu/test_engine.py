@@ -93,7 +93,7 @@ def reference_engine(directory: Path):
 def test_rehearsed_prompts_leave_nothing_that_a_request_could_see(checkpoint, device):
     directory, model = checkpoint
     ids = prompt(3, 90)
-    with engine_on(directory, device, slots=6, pass_tokens=48) as engine:
+    with engine_on(directory, device, slots=6, pass_tokens=48, rehearse_tokens=48) as engine:
         offloaded = engine.model
         assert isinstance(offloaded, GpuModel)
         before = dict(offloaded.expert_pass.ways)  # type: ignore[union-attr]
