@@ -66,7 +66,7 @@ def paged_attention(
     grouped = q.float().view(tokens, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     scores = (grouped @ k.permute(1, 2, 0)[:, None]) * scale
     if tokens > 1:
-        hidden = torch.ones(tokens, total, dtype=torch.bool).triu(context + 1)
+        hidden = torch.ones(tokens, total, dtype=torch.bool, device=q.device).triu(context + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
     out = torch.softmax(scores, -1) @ v.permute(1, 0, 2)[:, None]
     return out.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim).to(q.dtype)
@@ -116,7 +116,7 @@ def gated_delta_chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
     """`gated_delta_step` for each token in turn; all but state have a leading [tokens]. Returns f32 [tokens, H_v, d_v]."""
-    out = torch.empty(v.shape, dtype=torch.float32)
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     for t in range(v.shape[0]):
         out[t] = gated_delta_step(q[t], k[t], v[t], g[t], beta[t], state)
     return out
@@ -143,7 +143,8 @@ def expert_outputs(x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, do
     """
     inter = down.shape[2]
     if x.shape[0] == 1:
-        pairs = [(e, torch.zeros(1, dtype=torch.long), torch.tensor([j])) for j, e in enumerate(ids[0].tolist()) if e >= 0]
+        first = torch.zeros(1, dtype=torch.long)
+        pairs = [(e, first, torch.tensor([j])) for j, e in enumerate(ids[0].tolist()) if e >= 0]
     else:
         pairs = [(e, *torch.where(ids == e)) for e in torch.unique(ids).tolist() if e >= 0]
     for e, token, choice in pairs:
@@ -167,7 +168,7 @@ def experts_forward(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """The routed experts of one layer. ids of −1 count as zero. Arguments as above. Returns f32 [tokens, hidden]."""
-    out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+    out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
     expert_outputs(x, ids, gate_up, down, out)
     return combine(out, weights)
 
