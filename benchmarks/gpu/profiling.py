@@ -34,7 +34,7 @@ def profile(context: Context) -> None:
         player.until(answer, len(answer.tokens) + 8)
         name = f"{context.variant}, {context.share}%: decode, {arm}"
         _show(name, _STEPS, lambda: player.until(answer, len(answer.tokens) + _STEPS))
-    _host(context, lambda: player.until(answer, len(answer.tokens) + 200))
+    _host(f"{context.variant}, {context.share}%: 200 decode steps", lambda: player.until(answer, len(answer.tokens) + 200))
     player.stop()
     for arm in ("resident",) if pool.resident else ("hybrid", "hybrid, no overlap"):
         context.running.arms.use(arm)
@@ -43,15 +43,16 @@ def profile(context: Context) -> None:
     for tokens in context.plan.suffixes[2:]:
         player.run(words.take(tokens), 1)
         _show(f"{context.variant}, {context.share}%: prompt of {tokens}", 1, lambda n=tokens: player.run(words.take(n), 1))
+        _host(f"{context.variant}, {context.share}%: prompt of {tokens}", lambda n=tokens: player.run(words.take(n), 1))
 
 
-def _host(context: Context, work: Callable[[], Any]) -> None:
+def _host(name: str, work: Callable[[], Any]) -> None:
     """Which Python takes how long beside waiting for the device."""
     profile = cProfile.Profile()
     profile.runcall(work)
     out = io.StringIO()
     pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(32)
-    print(f"\n{context.variant}, {context.share}%: 200 decode steps on the host")
+    print(f"\n{name} on the host")
     print("\n".join(line[:120] for line in out.getvalue().splitlines() if line.strip()))
 
 
@@ -94,8 +95,13 @@ def _show(name: str, steps: int, work: Callable[[], Any]) -> None:
         sums[event.name].append(event.time_range.elapsed_us())
     span = events[-1].time_range.end - events[0].time_range.start
     busy = sum(map(sum, sums.values()))
+    idle, end = 0.0, events[0].time_range.start
+    for event in events:
+        idle += max(0.0, event.time_range.start - end)
+        end = max(end, event.time_range.end)
     print(
-        f"\n{name}: {span / steps:.0f} µs a step from first to last, {len(events) / steps:.0f} kernels of {busy / steps:.0f} µs"
+        f"\n{name}: {span / steps:.0f} µs a step from first to last, {len(events) / steps:.0f} kernels of {busy / steps:.0f} µs, "
+        f"nothing runs for {idle / steps:.0f} µs"
     )
     for kernel, times in sorted(sums.items(), key=lambda item: -sum(item[1]))[:26]:
         print(f"  {sum(times) / steps:9.1f} µs {len(times) / steps:7.1f} × {sum(times) / len(times):8.2f}  {kernel[:70]}")
