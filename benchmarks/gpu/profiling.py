@@ -100,8 +100,8 @@ def _show(name: str, steps: int, work: Callable[[], Any]) -> None:
         idle += max(0.0, event.time_range.start - end)
         end = max(end, event.time_range.end)
     print(
-        f"\n{name}: {span / steps:.0f} µs a step from first to last, {len(events) / steps:.0f} kernels of {busy / steps:.0f} µs, "
-        f"nothing runs for {idle / steps:.0f} µs"
+        f"\n{name}: {span / steps:.0f} µs a step from first to last, {len(events) / steps:.0f} kernels of "
+        f"{busy / steps:.0f} µs, nothing runs for {idle / steps:.0f} µs"
     )
     for kernel, times in sorted(sums.items(), key=lambda item: -sum(item[1]))[:26]:
         print(f"  {sum(times) / steps:9.1f} µs {len(times) / steps:7.1f} × {sum(times) / len(times):8.2f}  {kernel[:70]}")
