@@ -18,6 +18,8 @@ from engine.errors import DeviceError, Unsupported
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _LEAST_CAPABILITY = (8, 0)  # bf16 arithmetic
+_PIECE_CALLS = 64
+"""Of a captured tape, in one graph: enough for the device to be busy with while the next one is launched."""
 
 
 class CudaDevice:
@@ -98,22 +100,38 @@ class CudaDevice:
         event.record(self._main)
         return CudaMoment(event)
 
-    def capture(self, tape: Tape) -> torch.cuda.CUDAGraph:
+    def capture(self, tape: Tape) -> CudaGraphs:
         self._enqueue(tape, self._main)
         self.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._main, capture_error_mode="thread_local"):
-            self._enqueue(tape, self._main)
-        torch.cuda.set_stream(self._main)
-        return graph
+        graphs = []
+        for piece in tape.pieces(_PIECE_CALLS):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._enqueue(piece, self._main)
+            finally:
+                graph.capture_end()
+            graphs.append(graph)
+        return CudaGraphs(graphs)
 
     def synchronize(self) -> None:
         try:
             torch.cuda.synchronize(self.torch_device)
         except RuntimeError as error:
             raise DeviceError(f"{self.name}: {error}") from error
+
+
+class CudaGraphs:
+    """A tape as graphs in a row: the first runs while the others are being launched, which takes 0.3 µs and more a node."""
+
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        self._graphs = graphs
+
+    def replay(self) -> None:
+        for graph in self._graphs:
+            graph.replay()
 
 
 class CudaMoment:

@@ -65,3 +65,29 @@ class Tape:
     def join(self) -> None:
         """MAIN goes on only after everything of SIDE so far, that of earlier tapes included."""
         self.wait(self.mark(Lane.SIDE), Lane.MAIN)
+
+    def pieces(self, calls: int) -> list[Tape]:
+        """The same work as tapes to be run one after another, of about so many calls each, cut only where both lanes are joined
+        and no mark is waited for across the cut."""
+        awaited = {entry.awaits.index: at for at, entry in enumerate(self.entries) if entry.awaits is not None}
+        parts = [Tape()]
+        count, open_until, side = 0, -1, -1  # side: the mark behind all of SIDE, once it is set
+        alone = True
+        for at, entry in enumerate(self.entries):
+            if count >= calls and alone and at > open_until:
+                parts.append(Tape())
+                count = 0
+            parts[-1].entries.append(entry)
+            if entry.call is not None:
+                count += 1
+            if entry.lane is Lane.SIDE and entry.sets is None:
+                alone = False  # a captured lane begins with its wait, so that one belongs to what follows it
+            if entry.sets is not None:
+                open_until = max(open_until, awaited.get(entry.sets.index, -1))
+                if entry.lane is Lane.SIDE:
+                    side = entry.sets.index
+            if entry.awaits is not None and entry.lane is Lane.MAIN and entry.awaits.index == side:
+                alone = True
+        for part in parts:
+            part.marks = self.marks
+        return parts

@@ -295,7 +295,7 @@ def union(
         len(given), state.pinned_ids, FIRST=first, TABLE=table is not None, **shape,
     )  # fmt: skip
     if first:
-        launch(_mark_cpu, (triton.cdiv(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)
+        launch(_mark_cpu, (config.blocks(pairs, 1024),), ids, on_cpu, cpu, pairs, SPAN=1024)
 
 
 def _keys(state: SlotState, like: torch.Tensor) -> torch.Tensor:

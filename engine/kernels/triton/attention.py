@@ -172,7 +172,7 @@ def prefill_attention(
     """
     seqs, (tokens, heads, d) = len(contexts), q.shape
     tile = config.attention(d, heads // k_pool.shape[2], longest, q.element_size())
-    blocks = triton.cdiv(longest * config.power(heads // k_pool.shape[2]), tile.rows)
+    blocks = config.blocks(longest * config.power(heads // k_pool.shape[2]), tile.rows)
     splits = config.prefill_splits(blocks * seqs * k_pool.shape[2])
     scratch = None
     if splits > 1:
@@ -204,7 +204,7 @@ def _launch(
         raise ShapeMismatch(f"attention of {seqs} sequences with {list(pages.shape)} pages and {list(contexts.shape)} contexts")
     tile = config.attention(d, group, longest, q.element_size())
     group_power = config.power(group)
-    blocks = triton.cdiv(longest * group_power, tile.rows)
+    blocks = config.blocks(longest * group_power, tile.rows)
     given = q if gate is None else gate
     sums = out if scratch is None else scratch
     limits = out if scratch is None else scratch[tokens * heads * splits * d :]
@@ -220,7 +220,7 @@ def _launch(
     if splits > 1:
         columns = min(64, config.power(d))
         launch(
-            _join, (tokens, heads, triton.cdiv(d, columns)),
+            _join, (tokens, heads, config.blocks(d, columns)),
             sums, limits, given, out, *given.stride()[:2], out.stride(0),
             HEADS=heads, D=d, COLUMNS=columns, SPLITS=splits, GATED=gate is not None, num_warps=2,
         )  # fmt: skip

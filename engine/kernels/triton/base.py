@@ -8,12 +8,15 @@ from __future__ import annotations
 
 # Kernel bodies are Triton's language, which only looks like Python to a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import driver
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether kernels run under Triton's interpreter, on CPU tensors."""
@@ -32,37 +35,57 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 
 class Launches:
-    """Compiled kernels by what their arguments are, so that all but the first launch of a kind skip Triton's own binding, which
-    costs 30 to 60 µs of Python: a short prefill makes hundreds of launches, and the device waits for each.
+    """Compiled kernels by what their arguments are, so that all but the first launch of a kind skip Triton's own binding, its
+    hooks and its search for device and stream, which cost 30 to 60 µs of Python: a short prefill makes hundreds of launches,
+    and the device waits for each.
 
     Keys are at least as fine as Triton's own (types, alignment of pointers to 16 bytes, integers that are 1, multiples of 16 or
     wider than 32 bits), so a kernel is never used for arguments that it was not compiled for. One device a process.
     """
 
     def __init__(self) -> None:
-        self._ready: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+        self._ready: dict[tuple[object, ...], tuple[Any, Any, Any, tuple[object, ...]]] = {}
+        self._stream: Callable[[], int] | None = None
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
-        key = (id(kernel), *map(_kind, args), *options.items())
+        key = (id(kernel), *options.items(), *_kinds(args))
         found = self._ready.get(key)
         if found is None:
             compiled = kernel[grid](*args, **options)
             if compiled is not None:
                 rest = kernel.arg_names[len(args) :]
                 if all(name in options for name in rest):
-                    self._ready[key] = compiled, tuple(options[name] for name in rest)
+                    constants = tuple(options[name] for name in rest)
+                    self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
             return
-        compiled, constants = found
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        run, function, metadata, constants = found
+        if self._stream is None:
+            self._stream = _current_stream()
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, self._stream(), function, metadata, None, None, None, *args, *constants)
 
 
-def _kind(value: object) -> object:
-    """What Triton could specialize a kernel by."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if type(value) is int:
-        return value if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31, value >= 2**63)
-    return type(value) if isinstance(value, float) else (type(value), value)
+def _current_stream() -> Callable[[], int]:
+    """Which stream is current on this process's device, as a function to ask again and again."""
+    return partial(driver.active.get_current_stream, driver.active.get_current_device())
+
+
+def _kinds(values: tuple[object, ...]) -> list[object]:
+    """What Triton could specialize a kernel by. A loop without calls: it runs for each of some ten arguments of each launch."""
+    kinds: list[object] = []
+    for value in values:
+        if type(value) is int:
+            if value == 1:
+                kinds.append(1)
+            else:
+                kinds.append((value & 15 == 0, -(2**31) <= value < 2**31, value >= 2**63))
+        elif isinstance(value, torch.Tensor):
+            kinds += (value.dtype, value.data_ptr() & 15 == 0)
+        elif isinstance(value, float):
+            kinds.append(type(value))
+        else:
+            kinds += (type(value), value)
+    return kinds
 
 
 _launches = Launches()

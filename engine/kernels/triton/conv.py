@@ -125,7 +125,7 @@ def conv(
     written = rows if rows_out is None else rows_out
     strides = (mixed.stride(0), tails.stride(0))
     block = min(config.CONV_CHANNELS, config.power(channels))
-    grid, options = (triton.cdiv(channels, block), len(rows)), {"CHANNELS": block}
+    grid, options = (config.blocks(channels, block), len(rows)), {"CHANNELS": block}
     if longest == 1:
         launch(
             _step, grid, mixed, weight, tails, starts, contexts, rows, written, out, channels, *strides, out.stride(0),
@@ -134,7 +134,7 @@ def conv(
         return
     tokens = min(config.CONV_TOKENS, config.power(longest))
     launch(
-        _outputs, (triton.cdiv(longest, tokens), grid[0], len(rows)),
+        _outputs, (config.blocks(longest, tokens), grid[0], len(rows)),
         mixed, weight, tails, starts, contexts, rows, out, channels, *strides, out.stride(0),
         K=kernel, TOKENS=tokens, CHANNELS=block, num_warps=4,
     )  # fmt: skip

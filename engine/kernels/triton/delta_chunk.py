@@ -184,13 +184,13 @@ def delta_chunk(
     kind = precision(mixed.dtype)
     shape = {"K_HEADS": k_heads, "V_HEADS": v_heads, "D_K": d_k, "D_V": d_v, "KP": max(16, config.power(d_k)), "C": chunk}
     launch(
-        _prepare, (triton.cdiv(longest, chunk), v_heads, len(rows)),
+        _prepare, (config.blocks(longest, chunk), v_heads, len(rows)),
         mixed, a, b, a_log, dt_bias, starts, contexts, rows, *parts, mixed.stride(0), a.stride(0), b.stride(0),
         VP=max(16, config.power(d_v)), PRECISION=kind, num_warps=8, num_stages=2, **shape,
     )  # fmt: skip
     columns = max(16, min(config.DELTA_CHUNK_COLUMNS, config.power(d_v)))
     launch(
-        _scan, (len(rows), v_heads, triton.cdiv(d_v, columns)),
+        _scan, (len(rows), v_heads, config.blocks(d_v, columns)),
         mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, *parts, out,
         mixed.stride(0), a.stride(0), b.stride(0), states.stride(0), out.stride(0),
         COLUMNS=columns, PRECISION=kind, num_warps=8, num_stages=2, **shape,

@@ -84,7 +84,7 @@ def delta_step(
     d_k = states.shape[2]
     columns = min(config.DELTA_STEP_COLUMNS, config.power(d_v))
     launch(
-        _delta_step, (len(rows), v_heads, triton.cdiv(d_v, columns)),
+        _delta_step, (len(rows), v_heads, config.blocks(d_v, columns)),
         mixed, a, b, a_log, dt_bias, states, starts, contexts, rows, rows_out, out,
         mixed.stride(0), a.stride(0), b.stride(0), states.stride(0), out.stride(0),
         K_HEADS=k_heads, V_HEADS=v_heads, D_K=d_k, D_V=d_v, KP=config.power(d_k), COLUMNS=columns,

@@ -46,7 +46,7 @@ def greedy(logits: torch.Tensor, best: torch.Tensor) -> None:
     if best.shape != (rows,):
         raise ShapeMismatch(f"greedy of {list(logits.shape)} into {list(best.shape)}")
     block = min(config.GREEDY_BLOCK, config.power(n))
-    blocks = triton.cdiv(n, block)
+    blocks = config.blocks(n, block)
     tops = workspace("greedy", rows * blocks, torch.float32, logits)
     firsts = workspace("greedy", rows * blocks, torch.int32, logits)
     launch(_best_of_blocks, (rows, blocks), logits, tops, firsts, n, blocks, logits.stride(0), BLOCK=block)

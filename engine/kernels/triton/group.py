@@ -78,8 +78,8 @@ def _place(
 def count_blocks(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, int, int]:
     """Launch the count of each block of pairs. Returns int32 [blocks, experts] (scratch), blocks, and a block's pairs."""
     pairs = ids.numel()
-    span = max(512, config.power(triton.cdiv(pairs, _MOST_BLOCKS)))
-    blocks = triton.cdiv(pairs, span)
+    span = max(512, config.power(config.blocks(pairs, _MOST_BLOCKS)))
+    blocks = config.blocks(pairs, span)
     sums = workspace("expert counts", blocks * experts, torch.int32, ids)
     launch(
         _count, (blocks,), ids, sums, pairs, experts, EP=config.power(experts), SPAN=span, PAIRS=_PAIRS, num_warps=8

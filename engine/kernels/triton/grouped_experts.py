@@ -146,23 +146,23 @@ def grouped_experts(
     tiles = workspace("expert tiles", 3 * most, torch.int32, x)
     outputs = workspace("expert outputs", pairs * hidden, x.dtype, x)
     launch(
-        _tiles, (triton.cdiv(most, 32),), offsets, slot_of, tiles, experts, most,
+        _tiles, (config.blocks(most, 32),), offsets, slot_of, tiles, experts, most,
         EP=config.power(experts), ROWS=first.rows, SPAN=32, num_warps=4,
     )  # fmt: skip
     launch(
-        _gate_up, (triton.cdiv(inter, first.columns), most),
+        _gate_up, (config.blocks(inter, first.columns), most),
         x, order, tiles, gate_up, inner, inter, hidden, x.stride(0), *gate_up.stride()[:2], inner.stride(0),
         TOP_K=top_k, ROWS=first.rows, COLUMNS=first.columns, DEPTH=first.depth, PRECISION=precision(x.dtype),
         num_warps=first.warps, num_stages=first.stages,
     )  # fmt: skip
     launch(
-        _down, (triton.cdiv(hidden, second.columns), most),
+        _down, (config.blocks(hidden, second.columns), most),
         inner, order, tiles, down, outputs, inter, hidden, *down.stride()[:2], inner.stride(0),
         ROWS=second.rows, COLUMNS=second.columns, DEPTH=second.depth, PRECISION=precision(x.dtype),
         num_warps=second.warps, num_stages=second.stages,
     )  # fmt: skip
     columns = min(1024, config.power(hidden))
     launch(
-        _combine, (tokens, triton.cdiv(hidden, columns)), outputs, ids, slot_of, weights, out, hidden, out.stride(0),
+        _combine, (tokens, config.blocks(hidden, columns)), outputs, ids, slot_of, weights, out, hidden, out.stride(0),
         TOP_K=top_k, COLUMNS=columns, num_warps=4,
     )  # fmt: skip

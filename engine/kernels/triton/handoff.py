@@ -151,8 +151,9 @@ def publish(
     if not alone:
         # Many rows by many blocks; the launch behind it starts when all of them are written.
         launch(
-            _payload, (tokens, triton.cdiv(hidden, block)), x, counts, box_x, hidden, x.stride(0), box_x.stride(0), BLOCK=block
-        )
+            _payload, (tokens, config.blocks(hidden, block)),
+            x, counts, box_x, hidden, x.stride(0), box_x.stride(0), BLOCK=block,
+        )  # fmt: skip
     launch(
         _publish, (1,), x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights,
         layer, tokens, hidden, ids.numel(), x.stride(0), box_x.stride(0),

@@ -65,13 +65,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     given = weight if bias is None else bias
     if m == config.GEMV_ROWS:
         tile = config.gemv(n, k)
-        launch(_gemv, (triton.cdiv(n, tile.columns),), 
+        launch(_gemv, (config.blocks(n, tile.columns),), 
             x, weight, given, out, n, weight.stride(0),
             K=k, BIAS=bias is not None, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps,
         )  # fmt: skip
     elif m <= config.SKINNY_ROWS or out.dtype != x.dtype:
         tile = config.skinny(m, n, k, x.element_size())
-        launch(_matmul, (triton.cdiv(n, tile.columns), triton.cdiv(m, tile.rows)), 
+        launch(_matmul, (config.blocks(n, tile.columns), config.blocks(m, tile.rows)), 
             x, weight, given, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0),
             BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
             PRECISION=precision(x.dtype), num_warps=tile.warps, num_stages=tile.stages,

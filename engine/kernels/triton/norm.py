@@ -70,7 +70,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     if gate.shape != x.shape or out.shape != x.shape or weight.shape != (n,):
         raise ShapeMismatch(f"gated_norm of {list(x.shape)} by {list(gate.shape)} into {list(out.shape)}")
     rows = 1 if tokens <= 4 else 8
-    launch(_gated_norm, (triton.cdiv(tokens * heads, rows),), 
+    launch(_gated_norm, (config.blocks(tokens * heads, rows),), 
         x, gate, weight, out, eps, tokens, heads, n, *x.stride()[:2], *gate.stride()[:2], *out.stride()[:2],
         ROWS=rows, BLOCK=config.power(n), num_warps=1 if rows == 1 else 4,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def gather(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
     if out.shape != (ids.shape[0], n):
         raise ShapeMismatch(f"gather of {ids.shape[0]} rows of {n} into {list(out.shape)}")
     block = min(1024, config.power(n))
-    launch(_gather, (ids.shape[0], triton.cdiv(n, block)), table, ids, out, n, table.stride(0), out.stride(0), BLOCK=block)
+    launch(_gather, (ids.shape[0], config.blocks(n, block)), table, ids, out, n, table.stride(0), out.stride(0), BLOCK=block)
 
 
 def silu_mul(both: torch.Tensor, out: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ def silu_mul(both: torch.Tensor, out: torch.Tensor) -> None:
     if both.shape != (tokens, 2 * n):
         raise ShapeMismatch(f"silu_mul of {list(both.shape)} into {list(out.shape)}")
     block = min(512, config.power(n))
-    launch(_silu_mul, (tokens, triton.cdiv(n, block)), both, out, n, both.stride(0), out.stride(0), BLOCK=block)
+    launch(_silu_mul, (tokens, config.blocks(n, block)), both, out, n, both.stride(0), out.stride(0), BLOCK=block)
 
 
 def merge(
@@ -97,7 +97,7 @@ def merge(
     used, fault = (out, out) if counts is None or status is None else (counts, status)
     dense, weight = (out, out) if shared is None or gate is None else (shared, gate)
     block = min(512, config.power(n))
-    launch(_merge, (tokens, triton.cdiv(n, block)), 
+    launch(_merge, (tokens, config.blocks(n, block)), 
         residual, out, box, used, fault, dense, weight, n,
         residual.stride(0), out.stride(0), box.stride(0), dense.stride(0), weight.stride(0),
         SHARED=shared is not None, BOX=box_out is not None, BLOCK=block,

@@ -170,28 +170,28 @@ def slot_experts(
     if tokens == 1:
         first, second = config.experts_gemv(inter, hidden)
         launch(
-            _gate_up_one, (triton.cdiv(inter, first.columns), top_k),
+            _gate_up_one, (config.blocks(inter, first.columns), top_k),
             x, ids, gate_up, inner, inter, *gate_strides, inner.stride(0),
             HIDDEN=hidden, COLUMNS=first.columns, DEPTH=first.depth, num_warps=first.warps,
         )  # fmt: skip
         launch(
-            _down_one, (triton.cdiv(hidden, second.columns),),
+            _down_one, (config.blocks(hidden, second.columns),),
             ids, weights, down, inner, out, hidden, *down_strides, inner.stride(0),
             INTER=inter, TOP_K=top_k, COLUMNS=second.columns, DEPTH=second.depth, ADD=accumulate, num_warps=second.warps,
         )  # fmt: skip
         return
     first, second = config.experts_few(inter, hidden, tokens, x.element_size())
-    blocks, rows = triton.cdiv(tokens, first.rows), first.rows
+    blocks, rows = config.blocks(tokens, first.rows), first.rows
     leaders = workspace("slot experts", tokens * top_k, torch.int32, x)
     common = {"TOP_K": top_k, "KP": config.power(top_k), "ROWS": rows, "PRECISION": precision(x.dtype)}
     launch(
-        _gate_up_few, (triton.cdiv(inter, first.columns), min(rows, tokens) * top_k, blocks),
+        _gate_up_few, (config.blocks(inter, first.columns), min(rows, tokens) * top_k, blocks),
         x, ids, gate_up, inner, leaders, tokens, inter, hidden, x.stride(0), *gate_strides, inner.stride(0),
         PAIRS=config.power(rows * top_k), COLUMNS=first.columns, DEPTH=first.depth, num_warps=first.warps,
         num_stages=first.stages, **common,
     )  # fmt: skip
     launch(
-        _down_few, (triton.cdiv(hidden, second.columns), blocks),
+        _down_few, (config.blocks(hidden, second.columns), blocks),
         ids, weights, leaders, down, inner, out, tokens, hidden, *down_strides, inner.stride(0), out.stride(0),
         INTER=inter, COLUMNS=second.columns, DEPTH=second.depth, ADD=accumulate, num_warps=second.warps,
         num_stages=second.stages, **common,

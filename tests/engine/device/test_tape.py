@@ -99,3 +99,56 @@ def test_a_captured_tape_runs_again():
     graph.replay()
     graph.replay()
     assert len(log) == 8
+
+
+STEPS = st.lists(st.sampled_from(["main", "side", "fork", "join"]), max_size=24)
+
+
+@given(steps=STEPS, calls=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_pieces_hold_the_same_work_and_are_joined_at_every_cut(steps: list[str], calls: int, seed: int) -> None:
+    log: list[tuple[str, int]] = []
+    tape = Tape()
+    for number, step in enumerate(["fork", *steps, "join"]):
+        if step == "main":
+            tape.add(lambda n=number: log.append(("main", n)))
+        elif step == "side":
+            tape.add(lambda n=number: log.append(("side", n)), Lane.SIDE)
+        elif step == "fork":
+            tape.fork()
+        else:
+            tape.join()
+    parts = tape.pieces(calls)
+    assert [entry for part in parts for entry in part.entries] == tape.entries
+    device, before = HostDevice(seed), 0
+    for part in parts:
+        for entry in part.entries:
+            if entry.awaits is not None:
+                assert entry.awaits.index in {e.sets.index for e in part.entries if e.sets is not None}
+        device.run(part)
+        # Whatever order the device chose, a piece that is followed by another left nothing behind on the side lane.
+        before += sum(entry.call is not None for entry in part.entries)
+        if part is not parts[-1]:
+            assert len(log) == before
+    device.synchronize()
+    assert len(log) == before
+
+
+def test_pieces_are_no_longer_than_they_must_be():
+    tape = Tape()
+    for _ in range(9):
+        tape.add(lambda: None)
+    tape.fork()
+    for _ in range(5):
+        tape.add(lambda: None, Lane.SIDE)
+    tape.join()
+    tape.add(lambda: None)
+    assert [sum(e.call is not None for e in part.entries) for part in tape.pieces(3)] == [3, 3, 3, 5, 1]
+
+
+def test_a_fork_stays_with_what_it_is_for():
+    tape = Tape()
+    tape.fork()
+    for lane in (Lane.MAIN, Lane.MAIN, Lane.SIDE):
+        tape.add(lambda: None, lane)
+    tape.join()
+    assert len(tape.pieces(1)) == 1

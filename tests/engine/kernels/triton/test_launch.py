@@ -8,15 +8,26 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton")
+from engine.kernels.triton import base
 from engine.kernels.triton.base import Launches
+
+STREAM = 77
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, log: list[Any]) -> None:
         self._log = log
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self._log.append((grid, args))
+    def run(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *rest: Any) -> None:
+        assert (stream, function, metadata, rest[:3]) == (STREAM, "function", "metadata", (None, None, None))
+        self._log.append(((x, y, z), rest[3:]))
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch):
+    monkeypatch.setattr(base, "_current_stream", lambda: lambda: STREAM)
 
 
 class Kernel:
