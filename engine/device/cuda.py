@@ -38,7 +38,6 @@ class CudaDevice:
         self._side = torch.cuda.Stream(self.torch_device)
         # Everything that torch does by itself (copies, sampling) follows on the same stream.
         torch.cuda.set_stream(self._main)
-        self._pool = None
 
     def adopt(self) -> None:
         if torch.cuda.current_stream(self.torch_device) != self._main:
@@ -103,12 +102,11 @@ class CudaDevice:
     def capture(self, tape: Tape) -> CudaGraphs:
         self._enqueue(tape, self._main)
         self.synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graphs = []
+        # A pool dies with its last graph, so each tape has its own; there is next to nothing in it.
+        pool, graphs = torch.cuda.graph_pool_handle(), []
         for piece in tape.pieces(_PIECE_CALLS):
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._enqueue(piece, self._main)
             finally:

@@ -71,7 +71,7 @@ class Tape:
         and no mark is waited for across the cut."""
         awaited = {entry.awaits.index: at for at, entry in enumerate(self.entries) if entry.awaits is not None}
         parts = [Tape()]
-        count, open_until, side = 0, -1, -1  # side: the mark behind all of SIDE, once it is set
+        count, open_until, side = 0, -1, -1  # side: the mark behind all of SIDE, where it is set
         alone = True
         for at, entry in enumerate(self.entries):
             if count >= calls and alone and at > open_until:
@@ -81,7 +81,7 @@ class Tape:
             if entry.call is not None:
                 count += 1
             if entry.lane is Lane.SIDE and entry.sets is None:
-                alone = False  # a captured lane begins with its wait, so that one belongs to what follows it
+                alone, side = False, -1  # a captured lane begins with its wait, so that one belongs to what follows it
             if entry.sets is not None:
                 open_until = max(open_until, awaited.get(entry.sets.index, -1))
                 if entry.lane is Lane.SIDE:

@@ -152,3 +152,17 @@ def test_a_fork_stays_with_what_it_is_for():
         tape.add(lambda: None, lane)
     tape.join()
     assert len(tape.pieces(1)) == 1
+
+
+def test_a_join_of_less_than_all_of_the_side_lane_is_no_place_to_cut():
+    tape = Tape()
+    tape.fork()
+    tape.add(lambda: None, Lane.SIDE)
+    first = tape.mark(Lane.SIDE)
+    tape.add(lambda: None, Lane.SIDE)
+    tape.wait(first, Lane.MAIN)
+    for _ in range(3):
+        tape.add(lambda: None)
+    tape.join()
+    tape.add(lambda: None)
+    assert [sum(e.call is not None for e in part.entries) for part in tape.pieces(1)] == [5, 1]
