@@ -19,6 +19,7 @@ import statecache.index.connect
 from agentserve.config import Config, ModelConfig, unknown_names
 from agentserve.dialects.registry import DIALECTS
 from agentserve.errors import ConfigError
+from agentserve.garbage import keep_loaded
 from agentserve.listen import listen
 from agentserve.metrics import Metrics
 from agentserve.sealing import Seal
@@ -65,6 +66,10 @@ class Application:
             for one in sockets:
                 one.close()
 
+    def runner(self) -> asyncio.Runner:
+        """The event loop to serve in: uvloop where it is installed, a token event costs about half of asyncio's own there."""
+        return asyncio.Runner(loop_factory=self.server.config.get_loop_factory())
+
     @property
     def address(self) -> tuple[str, int]:
         """Host and port that the started server listens on."""
@@ -105,6 +110,7 @@ def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STU
     async def lifespan(_: Any) -> AsyncIterator[None]:
         for _share, supervisor in workers:
             supervisor.start()
+        keep_loaded()
         try:
             yield
         finally:

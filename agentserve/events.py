@@ -168,7 +168,7 @@ class ResponseEvents:
             if self._open != "message":
                 self._open_message()
             self._add(delta.text)
-            marks = tuple(logprobs)
+            marks = tuple(logprobs) if logprobs else ()
             if marks:
                 self._logprobs.extend(marks)
             self._put(

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from agentserve.audience import Sink
 from agentserve.events import PIECES, ResponseEvents
 from agentserve.interfaces import CallClose, CallOpen, Delta, ReasoningDelta, StreamParser, TextDelta
@@ -47,12 +45,14 @@ class TokenStream:
         self._events = events
         self._sink = sink
         self._parser = parser
-        self._markers = frozenset(i for ids in msgspec.structs.astuple(markers) for i in ids)
+        self._markers = markers.all()
         self._token_text = token_text
         self._one_call = one_call
         self._stops = StopText(stops)
         self._held: Delta | None = None
         self._yields = False
+        self._direct = not (one_call or stops)
+        """Nothing that was asked for can hold a delta back, or end the output behind it."""
         self.steered = False
         self._logprobs: list[Any] = []
 
@@ -64,11 +64,13 @@ class TokenStream:
     def stop_at_boundary(self) -> None:
         """End the output before its next item, unless it has a call: that wants its result first."""
         self._yields = True
+        self._direct = False
 
     def push(self, frame: Tokens) -> None:
         if self.enough:
             return
         if frame.logprobs:
+            self._direct = False  # a delta may have to take the marks of several tokens with it
             for token_id, mark in zip(frame.ids, frame.logprobs, strict=True):
                 self.generated.append(token_id)
                 if token_id not in self._markers:
@@ -76,7 +78,11 @@ class TokenStream:
                 self._write(self._parser.push((token_id,)))
         else:
             self.generated.extend(frame.ids)
-            self._write(self._parser.push(frame.ids))
+            deltas = self._parser.push(frame.ids)
+            if self._direct and self._held is None and len(deltas) == 1 and not self._sink.pressed:
+                self._events.write(deltas[0])
+            else:
+                self._write(deltas)
         if self._events.open_kind == "reasoning":
             self.reasoning_tokens += len(frame.ids)
 

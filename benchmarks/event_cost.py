@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import report, spread
+from benchmarks.common import cpu_s, report, spread
 
 GOAL_US = 30.0
 EVENT_BYTES = 170
@@ -89,13 +89,13 @@ def _stream_relay() -> float:
         assert relay.stdout is not None
         sock.connect(("127.0.0.1", int(relay.stdout.readline())))
         received = sock.recv(1 << 16)
-        before, size = _cpu_s(relay.pid), 0
+        before, size = cpu_s(relay.pid), 0
         while received:
             size += len(received)
             if size >= RELAY_EVENTS * EVENT_BYTES:
                 break
             received = sock.recv(1 << 16)
-        cost = _cpu_s(relay.pid) - before
+        cost = cpu_s(relay.pid) - before
         relay.terminate()
     return cost / RELAY_EVENTS * 1e6
 
@@ -110,7 +110,7 @@ def _stream(port: int, pid: int, *, tokens: int, turns: int, every_ms: int) -> f
     events, counted = 0, 0
     with connect(f"ws://127.0.0.1:{port}/v1/responses", compression=None, max_size=None) as ws:
         begun: set[str] = set()
-        before = after = _cpu_s(pid)
+        before = after = cpu_s(pid)
         left = turns
         for lane in range(turns):
             frame = {"type": "response.create", "stream_id": f"l{lane}", "input": "go", "store": False}
@@ -121,9 +121,9 @@ def _stream(port: int, pid: int, *, tokens: int, turns: int, every_ms: int) -> f
                 events += 1
                 if every_ms and len(begun) < turns:
                     begun.add(json.loads(text)["stream_id"])
-                    before, counted = _cpu_s(pid), events
+                    before, counted = cpu_s(pid), events
                 if events == tokens * turns:
-                    after = _cpu_s(pid)
+                    after = cpu_s(pid)
             elif '"response.completed"' in text[:60]:
                 left -= 1
             elif '"error"' in text[:60]:
@@ -131,14 +131,6 @@ def _stream(port: int, pid: int, *, tokens: int, turns: int, every_ms: int) -> f
     if events != tokens * turns:
         raise RuntimeError(f"got {events} token events, expected {tokens * turns}: something was joined or lost")
     return (after - before) / (events - counted) * 1e6
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU seconds of all threads so far, from the scheduler's nanosecond counters."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 def _loop_factory() -> Any:

@@ -6,6 +6,7 @@ Built by the scheduler, read by runner and models. Holds no policy and no tensor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +19,8 @@ class StateCut:
     dest_row: int
 
 
-@dataclass(frozen=True, slots=True)
-class SeqSlice:
-    """One sequence's part of the flat batch.
+class SeqSlice(NamedTuple):
+    """One sequence's part of the flat batch. A tuple, as whatever is made for every row of every step: half the time.
 
     start, length: its tokens are flat rows [start, start + length).
     context: tokens already in the state; the slice's first token has position `context`.

@@ -442,13 +442,16 @@ class Engine:
             table = seq.table
             assert table is not None
             start, end = part.start, part.end
-            cuts = tuple(StateCut(position - start, row) for position, row in part.cuts if row != NO_ROW)
-            pages = table.view(-(-end // page_size))
-            seqs.append(SeqSlice(at, end - start, start, pages, seq.row, start == 0, cuts))
-            rows = slice(at, at + end - start)
-            ids[rows] = seq.tokens[start:end]
-            positions[rows] = np.arange(start, end)
-            at = rows.stop
+            cuts = tuple(StateCut(position - start, row) for position, row in part.cuts if row != NO_ROW) if part.cuts else ()
+            seqs.append(SeqSlice(at, end - start, start, table.view(-(-end // page_size)), seq.row, start == 0, cuts))
+            if end - start == 1:  # an array for one token costs as much as all else here
+                ids[at], positions[at] = seq.token_at(start), start
+                at += 1
+            else:
+                rows = slice(at, at + end - start)
+                ids[rows] = seq.tokens[start:end]
+                positions[rows] = np.arange(start, end)
+                at = rows.stop
             last[index] = at - 1
         return ForwardBatch(torch.from_numpy(ids), torch.from_numpy(positions), tuple(seqs), torch.from_numpy(last))
 
@@ -563,10 +566,14 @@ class Engine:
 
     def _count(self, slices: list[Slice], ns: int) -> None:
         """A mixed step's time is divided by tokens."""
-        decode = sum(1 for part in slices if part.decode)
-        prefill = sum(part.end - part.start for part in slices if not part.decode)
-        context = sum(part.start for part in slices if part.decode)
-        looked_back = sum(pairs(part.start, part.end) for part in slices if not part.decode)
+        decode = prefill = context = looked_back = 0
+        for part in slices:
+            if part.decode:
+                decode += 1
+                context += part.start
+            else:
+                prefill += part.end - part.start
+                looked_back += pairs(part.start, part.end)
         self.scheduler.pace.observe(Work(decode, context, prefill, looked_back), ns // 1000)
         seconds = ns / 1e9
         self._decode_tokens += decode

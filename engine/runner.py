@@ -210,7 +210,7 @@ def one_token(batch: ForwardBatch, seq: SeqSlice, offset: int, wanted: bool) -> 
     """The batch that holds only token `offset` of `seq`."""
     row = seq.start + offset
     cuts = tuple(StateCut(1, cut.dest_row) for cut in seq.cuts if cut.offset == offset + 1)
-    single = replace(seq, start=0, length=1, context=seq.context + offset, fresh=seq.fresh and offset == 0, cuts=cuts)
+    single = seq._replace(start=0, length=1, context=seq.context + offset, fresh=seq.fresh and offset == 0, cuts=cuts)
     return ForwardBatch(
         batch.token_ids[row : row + 1].clone(),
         batch.positions[row : row + 1].clone(),

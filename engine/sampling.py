@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ def uniform(seed: int, index: int) -> float:
     return (z >> 11) * 2.0**-53
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A drawn token. top: the best others, best first, as (id, log-probability)."""
 
     token_id: int

@@ -65,6 +65,7 @@ class GeneratedBoundaries:
 
     def __init__(self, markers: MarkerTable, start: int, *, thinking: bool = False) -> None:
         self._markers = markers
+        self._marking = markers.all()
         self._next = start
         self._thinking = thinking
         self._calling = False
@@ -83,6 +84,8 @@ class GeneratedBoundaries:
         """Take the next sampled token; the boundary that it makes, if any."""
         before = self._next
         self._next += 1
+        if token_id not in self._marking:
+            return None
         found = self._classify(token_id, before)
         if found is None:
             return None

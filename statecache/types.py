@@ -56,6 +56,10 @@ class MarkerTable(msgspec.Struct, frozen=True):
     call_close: tuple[int, ...] = ()
     turn_end: tuple[int, ...] = ()
 
+    def all(self) -> frozenset[int]:
+        """Every token that marks something."""
+        return frozenset(i for ids in msgspec.structs.astuple(self) for i in ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

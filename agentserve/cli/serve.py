@@ -97,8 +97,7 @@ def serve(
         application = compose(chosen)
     except ConfigError as error:
         options.fail(str(error), status=2)
-    # uvloop where it is installed: a token event costs about half of what it does on asyncio's own loop.
-    with asyncio.Runner(loop_factory=application.server.config.get_loop_factory()) as runner:
+    with application.runner() as runner:
         try:
             status = runner.run(_run(application))
         except ConfigError as error:

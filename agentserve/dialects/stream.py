@@ -68,6 +68,14 @@ class DialectParser:
         self._out: list[Delta] = []
 
     def push(self, ids: Sequence[int]) -> list[Delta]:
+        if len(ids) == 1 and self._tokens_only and self._call is None and self._whole is None:
+            # The way of nearly every token: text that is no marker, inside an answer or its thinking, and waits for nothing.
+            token = ids[0]
+            text = self._tokenizer.plain_text(token)
+            waits = self._held or self._detokenizer.unfinished
+            if text and not waits and not self._fresh and not self._literal and token not in self._ends:
+                text = self._trimmed(text) if self._dialect.trims else text
+                return [self._delta(text)] if text else []
         for token in ids:
             token = int(token)
             sign = self._spelling.sign_of(token)
@@ -194,12 +202,19 @@ class DialectParser:
                 if not text:
                     return
                 self._fresh = False
-            text = self._blank + text
-            kept = text.rstrip()
-            self._blank = text[len(kept) :]
-            text = kept
+            text = self._trimmed(text)
         if text:
-            self._out.append(ReasoningDelta(text) if self._state is _State.REASONING else TextDelta(text))
+            self._out.append(self._delta(text))
+
+    def _trimmed(self, text: str) -> str:
+        """What may be shown of it: white space at its end waits until something follows."""
+        text = self._blank + text
+        kept = text.rstrip()
+        self._blank = text[len(kept) :]
+        return kept
+
+    def _delta(self, text: str) -> Delta:
+        return ReasoningDelta(text) if self._state is _State.REASONING else TextDelta(text)
 
     def _emit_call(self, call: CallParser, text: str) -> None:
         if self._dialect.markers.call_close:

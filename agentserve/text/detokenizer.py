@@ -8,24 +8,27 @@ from agentserve.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One stream. `push` returns the characters that are complete, `flush` the rest (broken UTF-8 as U+FFFD)."""
+    """One stream. `push` returns the characters that are complete, `flush` the rest (broken UTF-8 as U+FFFD).
+
+    unfinished: bytes are held back.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._unfinished = False
+        self.unfinished = False
 
     def push(self, token_id: int) -> str:
-        if not self._unfinished:
+        if not self.unfinished:
             text = self._tokenizer.token_text(token_id)
             if text is not None:
                 return text
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
-        self._unfinished = bool(self._decoder.getstate()[0])
+        self.unfinished = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
-        self._unfinished = False
+        self.unfinished = False
         text = self._decoder.decode(b"", True)
         self._decoder.reset()
         return text

@@ -71,6 +71,7 @@ class Tokenizer:
         self.marker_by_id: Mapping[int, Marker] = {m.id: m for m in self.markers.values()}
         self._bytes = byte_table(self._plain, spec, self.marker_by_id)
         self._texts: dict[int, str | None] = {}
+        self._unmarked: dict[int, str | None] = {}
         """Of tokens that were asked for."""
         self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._cached_ids = 0
@@ -117,6 +118,14 @@ class Tokenizer:
             except UnicodeDecodeError:
                 text = None
             self._texts[token_id] = text
+            return text
+
+    def plain_text(self, token_id: int) -> str | None:
+        """The same of a token that is no marker either; None for a marker. A look-up where each streamed token passes."""
+        try:
+            return self._unmarked[token_id]
+        except KeyError:
+            text = self._unmarked[token_id] = None if token_id in self.marker_by_id else self.token_text(token_id)
             return text
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentserve import logs
+from agentserve.garbage import keep_loaded
 from agentserve.worker.forecast import Forecast, learned_file, load_learned, save_learned
 from agentserve.worker.grammars import Grammars
 from agentserve.worker.loading import load_engine, load_states, load_tokenizer, take_gpu, token_table
@@ -276,6 +277,7 @@ def serve(
 
     states.on_written(on_idle_disk)
     signal.signal(signal.SIGTERM, on_terminate)
+    keep_loaded()
     try:
         worker.run()
     except PipeClosed:

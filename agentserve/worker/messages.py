@@ -12,7 +12,7 @@ import msgspec
 
 from statecache.types import BoundaryKind, MarkerTable
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised when a frame changes; a worker of another version is refused at Hello."""
 
 
@@ -230,6 +230,13 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", omit_defau
     turn_id: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepTokens(msgspec.Struct, frozen=True, tag="step"):
+    """Several Tokens of one id each, one behind the other: how the pipe carries what many turns say in one step."""
+
+    turn_ids: tuple[str, ...]
+    ids: tuple[int, ...]
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):

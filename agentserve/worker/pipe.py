@@ -1,7 +1,8 @@
 """Length-prefixed msgspec-msgpack frames over a socket pair: splitting, the blocking worker end, the asyncio server end.
 
 A frame is `u32le length ‖ msgpack`. Several frames travel in one write (a step's events leave together), yet each stays a
-frame of its own: nothing is merged. Knows no meaning of a frame; see messages.py and client.py.
+frame of its own but for neighbouring Tokens of one id, which take one together and are apart again at the other end: with
+many turns that is most of what is said. Knows no other meaning of a frame; see messages.py and client.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import cast
 
 import msgspec
 
-from agentserve.worker.messages import FromWorker, ToWorker
+from agentserve.worker.messages import FromWorker, StepTokens, Tokens, ToWorker
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
@@ -85,15 +86,28 @@ class WorkerPipe:
         self._awaited = [sock] if wake is None else [sock, wake]
         self._splitter = FrameSplitter()
         self._out = bytearray()
+        self._step: list[Tokens] = []
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToWorker).decode
 
     def send(self, frame: FromWorker) -> None:
         """Queue a frame for the next flush."""
+        if type(frame) is Tokens and len(frame.ids) == 1 and not frame.logprobs:
+            self._step.append(frame)
+            return
+        if self._step:
+            self._join_step()
         append_frame(self._out, self._encode(frame))
+
+    def _join_step(self) -> None:
+        step, self._step = self._step, []
+        one = step[0] if len(step) == 1 else StepTokens(tuple([f.turn_id for f in step]), tuple([f.ids[0] for f in step]))
+        append_frame(self._out, self._encode(one))
 
     def flush(self) -> None:
         """Write everything queued; blocks while the server's buffer is full. Raises PipeClosed."""
+        if self._step:
+            self._join_step()
         if not self._out:
             return
         out, self._out = self._out, bytearray()
@@ -139,7 +153,7 @@ class ServerPipe(asyncio.Protocol):
         self._splitter = FrameSplitter()
         self._transport: asyncio.WriteTransport | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromWorker).decode
+        self._decode = msgspec.msgpack.Decoder(FromWorker | StepTokens).decode
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not isinstance: uvloop's transports are no subclasses of asyncio's.
@@ -149,7 +163,12 @@ class ServerPipe(asyncio.Protocol):
         on_frame, decode = self._on_frame, self._decode
         try:
             for payload in self._splitter.feed(data):
-                on_frame(decode(payload))
+                frame = decode(payload)
+                if isinstance(frame, StepTokens):
+                    for turn_id, token_id in zip(frame.turn_ids, frame.ids, strict=True):
+                        on_frame(Tokens(turn_id=turn_id, ids=(token_id,)))
+                else:
+                    on_frame(frame)
         except (FrameTooLong, msgspec.MsgspecError) as error:
             assert self._transport is not None
             self._transport.abort()

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import groupby
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from agentserve.worker.turns import Found, TurnRecord
 from engine.errors import ContextTooLong, EngineError, InvalidRequest
 from engine.types import (
     CutReached,
-    EngineEvent,
     Finished,
     HoldId,
     PrefillProgress,
@@ -225,20 +223,28 @@ class TurnLoop:
         events = self._engine.step()
         # Tokens first: they need not wait for copies (2 ms behind 4,000 tokens), and a token that ends the turn gives the state
         # held just before it, in the same step, its better name.
-        for turn_id, group in groupby(events, _turn_of_token):
-            if turn_id is not None:
-                self._on_tokens(turn_id, [e for e in group if isinstance(e, TokenEvent)])
-                continue
-            for event in group:
-                if isinstance(event, PrefillProgress):
-                    self._on_progress(event)
-        if any(isinstance(e, CutReached) for e in events):
-            self._flush()
-        spoiled = {e.request_id for e in events if isinstance(e, Finished) and e.reason == "error"}
+        # Neighbouring tokens of one turn travel in one frame.
+        tokens: list[TokenEvent] = []
+        others: list[CutReached | Finished] = []
         for event in events:
+            if tokens and not (isinstance(event, TokenEvent) and event.request_id == tokens[0].request_id):
+                self._on_tokens(tokens)
+                tokens = []
+            if isinstance(event, TokenEvent):
+                tokens.append(event)
+            elif isinstance(event, PrefillProgress):
+                self._on_progress(event)
+            else:
+                others.append(event)
+        if tokens:
+            self._on_tokens(tokens)
+        if any(isinstance(e, CutReached) for e in others):
+            self._flush()
+        spoiled = {e.request_id for e in others if isinstance(e, Finished) and e.reason == "error"}
+        for event in others:
             if isinstance(event, CutReached):
                 self._on_cut(event, spoiled)
-            elif isinstance(event, Finished):
+            else:
                 self._on_finished(event)
         # Copies of states included: they stand between one step and the next.
         self.forecast.stepped(computed, self._turns, events, round((self._clock() - began_at) * 1e6))
@@ -310,8 +316,8 @@ class TurnLoop:
 
     # ── events of the engine ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _on_tokens(self, turn_id: str, events: list[TokenEvent]) -> None:
-        turn = self._turns.get(turn_id)
+    def _on_tokens(self, events: list[TokenEvent]) -> None:
+        turn = self._turns.get(events[0].request_id)
         if turn is None or turn.cancelled:
             return
         now = self._clock()
@@ -409,11 +415,6 @@ class TurnLoop:
     def _tell_progress(self, turn: TurnRecord, ahead: int) -> None:
         turn.told_at = self._clock()
         self._send(turn.progress_frame(ahead if turn.admitted_at is None else 0, self._predict_us(turn)))
-
-
-def _turn_of_token(event: EngineEvent) -> str | None:
-    """Groups neighbouring tokens of one turn: the tokens of one step travel in one frame."""
-    return event.request_id if isinstance(event, TokenEvent) else None
 
 
 def _bytes_of(snapshot: StateSnapshot) -> int:

@@ -128,7 +128,7 @@ class TurnRecord:
         logprobs: tuple[TokenLogprob, ...] = ()
         if events[0].logprob is not None:
             logprobs = tuple(TokenLogprob(e.logprob or 0.0, e.top_logprobs) for e in events)
-        return Tokens(turn_id=self.id, ids=tuple(e.token_id for e in events), logprobs=logprobs)
+        return Tokens(turn_id=self.start.turn_id, ids=tuple([e.token_id for e in events]), logprobs=logprobs)
 
     def progress_frame(self, queued: int, eta_us: int) -> Progress:
         return Progress(

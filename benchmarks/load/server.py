@@ -63,7 +63,9 @@ def main() -> None:
         return await asyncio.create_subprocess_exec(*command, pass_fds=(sock.fileno(),))
 
     plain = options.engine == "demo" and options.orders is None
-    asyncio.run(compose(config, spawn_worker if plain else spawn, stuck_s=options.stuck_s).serve())
+    application = compose(config, spawn_worker if plain else spawn, stuck_s=options.stuck_s)
+    with application.runner() as runner:
+        runner.run(application.serve())
 
 
 class LabServer:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from benchmarks.load.machines import Machine
@@ -96,6 +97,7 @@ class TimedModel:
         self.spec = spec
         self._machine = machine
         self._clock = clock
+        self._words = np.array(words)
         self._table = torch.zeros(len(words), spec.vocab_size)
         for row, word in enumerate(words):
             self._table[row, word] = 50.0
@@ -110,7 +112,8 @@ class TimedModel:
                 prefill += seq.length
                 back += pairs(seq.context, seq.context + seq.length)
         self._clock.spend(self._machine.step_us(Work(rows, context, prefill, back)))
-        return Logits(self._table[batch.positions[batch.logit_rows] % len(self._table)])
+        at = batch.positions[batch.logit_rows] % len(self._words)
+        return Logits(self._table[at], self._words[at.numpy()].tolist())
 
 
 class TimedEngine(Engine):

@@ -23,13 +23,13 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import report
+from benchmarks.common import cpu_s, report
 from benchmarks.load.agents import TERMINAL, Behaviour, Corpus, Session
 from benchmarks.load.client import Socket
 from benchmarks.load.goals import Goal, judge
 from benchmarks.load.lab import show
 from benchmarks.load.policies import at
-from benchmarks.load.server import ENGINES, lab_server
+from benchmarks.load.server import ENGINES, LabServer, lab_server
 
 DELTA = b'"response.output_text.delta"'
 
@@ -91,9 +91,10 @@ def streams(arguments: Sequence[str]) -> None:
             if len(cores) > 1:
                 os.sched_setaffinity(0, cores[1:])
                 os.sched_setaffinity(server.pids["worker"], set(cores[1:]))
-            before = server.rss_mib()
+            before, used = server.rss_mib(), _cpu_s(server)
             arrivals = asyncio.run(steady_streams(server.port, options.sessions, events))
             after = server.rss_mib()
+            used = {name: seconds - used[name] for name, seconds in _cpu_s(server).items()}
     # The first tenth: sessions still begin, so that steps are prefills.
     skip = max(1, events // 10)
     latencies = sorted(ms for mine in arrivals for ms in (1000 * s for s in late_by(mine[skip:], 1 / options.rate)))
@@ -102,6 +103,7 @@ def streams(arguments: Sequence[str]) -> None:
         "events": sum(map(len, arrivals)),
         "events_per_s": round(sum(map(len, arrivals)) / span),
         "latency_ms": {p: round(at(latencies, q), 2) for p, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))},
+        "cpu_us_per_event": {name: round(seconds / sum(map(len, arrivals)) * 1e6, 1) for name, seconds in used.items()},
         "rss_mib": {name: [round(before[name], 1), round(after[name], 1)] for name in after},
     }
     console = Console(width=120)
@@ -109,6 +111,11 @@ def streams(arguments: Sequence[str]) -> None:
     figures["goals"] = judge(console, [Goal("added latency of an event, p99 ms", figures["latency_ms"]["p99"], 50)])
     workload = {"sessions": options.sessions, "rate": options.rate, "seconds": options.seconds}
     report("load_streams", "fake engine", workload, figures, options.record)
+
+
+def _cpu_s(server: LabServer) -> dict[str, float]:
+    """Processor seconds so far of both processes and of this one, which is the client."""
+    return {name: cpu_s(pid) for name, pid in (server.pids | {"client": os.getpid()}).items()}
 
 
 def idle(arguments: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -311,6 +310,6 @@ def _only(batch: ForwardBatch, seqs: list[SeqSlice]) -> tuple[ForwardBatch, list
         mine = [row for row in wanted if own.start <= row < own.stop]
         kept += mine
         rows += [row - seq.start + at for row in mine]
-        moved.append(replace(seq, start=at))
+        moved.append(seq._replace(start=at))
         at += seq.length
     return ForwardBatch(torch.cat(ids), torch.cat(positions), tuple(moved), torch.tensor(rows, dtype=torch.int64)), kept

@@ -14,7 +14,7 @@ class PageTable:
     changes, so that decoding costs no Python per page.
     """
 
-    __slots__ = ("_ids", "_tensor", "_view", "borrowed_tail", "count")
+    __slots__ = ("_ids", "_tensor", "_view", "_viewed", "borrowed_tail", "count")
 
     def __init__(self, pages: np.ndarray, borrowed_tail: bool = False) -> None:
         self.count = len(pages)
@@ -26,6 +26,7 @@ class PageTable:
         self._ids[: len(pages)] = pages
         self._tensor = torch.from_numpy(self._ids)
         self._view = self._tensor[: self.count]
+        self._viewed = self.count
 
     @property
     def pages(self) -> np.ndarray:
@@ -49,6 +50,7 @@ class PageTable:
 
     def view(self, count: int) -> torch.Tensor:
         """int32 [count]: the first count pages, sharing this table's memory."""
-        if len(self._view) != count:
+        if self._viewed != count:
             self._view = self._tensor[:count]
+            self._viewed = count
         return self._view

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ RESUME_US = 2_000_000
 """A paused answer is to go on after so long; its deadline for coming back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """seq's tokens [start, end) run in this step. cuts: (position, row that receives the recurrent state there)."""
 
     seq: Sequence
@@ -110,7 +109,12 @@ class Scheduler:
 
         prefill False: decoding requests alone, since a pass is open.
         """
-        chosen = [Slice(seq, seq.computed, seq.computed + 1, self._cut_rows(seq, seq.computed + 1)) for seq in self._ready]
+        chosen: list[Slice] = []
+        for seq in self._ready:
+            end = seq.computed + 1
+            # Asked here already: hardly any step has a cut, and this is done for every row of every step.
+            cuts = self._cut_rows(seq, end) if seq.cuts and seq.cuts[0] <= end else ()
+            chosen.append(Slice(seq, end - 1, end, cuts))
         turn = [seq for seq in self.running if prefill and not seq.decoding and seq.loading is None]
         if turn:
             if len(turn) > 1:

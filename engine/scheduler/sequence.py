@@ -86,6 +86,10 @@ class Sequence:
         """int64 [length], a view; entries never change, so a view of a prefix stays right."""
         return self._buffer[: self.length]
 
+    def token_at(self, position: int) -> int:
+        """A known token, without a view of all of them."""
+        return self._buffer[position]
+
     @property
     def done(self) -> int:
         """Tokens that need not be computed any more."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentserve.worker.messages import CancelTurn, Drain, FromWorker, Tokens
+from agentserve.worker.messages import CancelTurn, Drain, FromWorker, TokenLogprob, Tokens, TurnFailed
 from agentserve.worker.pipe import (
     HEADER,
     MAX_FRAME_BYTES,
@@ -69,6 +69,42 @@ async def test_server_and_worker_end_exchange_frames_one_by_one() -> None:
     await asyncio.wait_for(closed.wait(), 5)
     with pytest.raises(PipeClosed):
         server.send(Drain())
+
+
+SAID = st.one_of(
+    st.builds(Tokens, turn_id=st.sampled_from("abc"), ids=st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)),
+    st.builds(Tokens, turn_id=st.sampled_from("abc"), ids=st.just((1,)), logprobs=st.just((TokenLogprob(-0.5, ((2, -1.0),)),))),
+    st.builds(TurnFailed, st.sampled_from("abc"), st.just("server_error"), st.just("why")),
+)
+
+
+@given(frames=st.lists(st.tuples(SAID, st.booleans()), max_size=30))
+async def test_tokens_that_travel_together_arrive_apart_and_in_their_place(frames: list[tuple[FromWorker, bool]]) -> None:
+    ours, theirs = socket.socketpair()
+    got: list[FromWorker] = []
+    server = await connect(ours, got.append, lambda _: None)
+    worker = WorkerPipe(theirs)
+    for frame, flushes in frames:
+        worker.send(frame)
+        if flushes:
+            worker.flush()
+    worker.flush()
+    while len(got) < len(frames):
+        await asyncio.sleep(0)
+    server.close()
+    worker.close()
+    assert got == [frame for frame, _ in frames]
+
+
+def test_a_step_of_many_turns_is_one_frame_on_the_wire() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        worker = WorkerPipe(theirs)
+        for turn in range(200):
+            worker.send(Tokens(turn_id=f"t{turn}", ids=(turn,)))
+        worker.flush()
+        assert len(FrameSplitter().feed(ours.recv(1 << 16))) == 1
+        worker.close()
 
 
 def test_worker_end_reports_a_vanished_server() -> None:
