@@ -17,7 +17,7 @@ DEFAULT_DEADLINE_MS = 30_000
 class DeadlineStatus(StrEnum):
     ON_TRACK = "on_track"
     AT_RISK = "at_risk"
-    """The prediction lies beyond the deadline."""
+    """The deadline may well pass first: what few turns exceed lies beyond it, or the prediction itself does."""
     MET = "met"
     MISSED = "missed"
 
@@ -56,6 +56,7 @@ class DeadlineTracker:
         self.deadline_ms = deadline_ms
         self.status: DeadlineStatus | None = None
         self.predicted_ttft_ms = 0
+        self._cautious_ttft_ms = 0
         self.warned: bool | None = None
         """Whether the first prediction was a warning; None before it."""
 
@@ -63,12 +64,17 @@ class DeadlineTracker:
     def final(self) -> bool:
         return self.status in (DeadlineStatus.MET, DeadlineStatus.MISSED)
 
-    def predicted(self, elapsed_ms: int, remaining_ms: int) -> DeadlineReport | None:
-        """A new prediction: the first token is `remaining_ms` away."""
+    def foretold(self, elapsed_ms: int, remaining_s: float, cautious_s: float | None = None) -> DeadlineReport | None:
+        """`predicted`, of seconds as the worker tells them."""
+        return self.predicted(elapsed_ms, int(remaining_s * 1000), None if cautious_s is None else int(cautious_s * 1000))
+
+    def predicted(self, elapsed_ms: int, remaining_ms: int, cautious_ms: int | None = None) -> DeadlineReport | None:
+        """A new prediction: the first token is `remaining_ms` away. cautious_ms: what few turns exceed, which is what warns."""
         if self.final:
             return None
         self.predicted_ttft_ms = elapsed_ms + max(0, remaining_ms)
-        late = self.predicted_ttft_ms > self.deadline_ms
+        self._cautious_ttft_ms = max(self.predicted_ttft_ms, elapsed_ms + (cautious_ms or 0))
+        late = self._cautious_ttft_ms > self.deadline_ms
         if self.warned is None:
             self.warned = late
         return self._look(elapsed_ms, DeadlineStatus.AT_RISK if late else DeadlineStatus.ON_TRACK)
@@ -77,7 +83,7 @@ class DeadlineTracker:
         """Time passes without news."""
         if self.final:
             return None
-        late = max(elapsed_ms, self.predicted_ttft_ms) > self.deadline_ms
+        late = max(elapsed_ms, self._cautious_ttft_ms) > self.deadline_ms
         return self._look(elapsed_ms, DeadlineStatus.AT_RISK if late else DeadlineStatus.ON_TRACK)
 
     def first_token(self, elapsed_ms: int) -> DeadlineReport | None:

@@ -366,7 +366,7 @@ class Turn:
 
     def _progress(self, frame: Progress) -> None:
         self._queued = frame.queued > 0
-        self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.eta_s * 1000)))
+        self._report_deadline(self._deadline.foretold(self._elapsed_ms(), frame.eta_s, frame.cautious_s))
         if self.request.options.events:
             self.events.progress(
                 processed=frame.processed,
@@ -377,7 +377,7 @@ class Turn:
             )
 
     def _matched(self, frame: Matched, prompt: Prompt) -> None:
-        self._report_deadline(self._deadline.predicted(self._elapsed_ms(), int(frame.predicted_ttft_s * 1000)))
+        self._report_deadline(self._deadline.foretold(self._elapsed_ms(), frame.predicted_ttft_s, frame.cautious_ttft_s))
         if self.request.options.events:
             report = None
             if frame.divergence is not None:

@@ -1,8 +1,8 @@
 """When a turn's first token will come: what goes before it, its restore, its suffix, its first step. Learned while turns run.
 
 What steps cost is learned by engine.scheduler.pace from the loop's own clock, copies of states included; how far predictions
-are off on average corrects the next ones, apart for turns that begin alone and for those that do not. Times are µs.
-`Learned` keeps it all for the next process, since a restart should not predict blindly.
+are off corrects the next ones (correction.py): to what is as often too much as too little, and, for alarms, to what few turns
+pass. Times are µs. `Learned` keeps it all for the next process, since a restart should not predict blindly.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from pathlib import Path
 import msgspec
 
 from agentserve.deadlines import DEFAULT_DEADLINE_MS, blend
+from agentserve.worker.correction import Correction, Expected
 from agentserve.worker.turns import TurnRecord
-from engine.scheduler.order import Claim, Service, order
-from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
+from engine.scheduler.order import Claim, Service, order, pressed
+from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_now, chunk_sizes, pairs
 from engine.types import EngineEvent, PrefillProgress, TokenEvent
 
 log = logging.getLogger(__name__)
-EVEN = 1000
-"""Permille: predictions are right on average."""
-LEAST, MOST = 250, 4000
+USUAL, CAUTIOUS = 50, 75
+"""Percent of turns that come no later than what is told of them, and than what they are warned by."""
 MOST_STEPS = 48
 """Played ahead in a prediction; what lies beyond them is summed up."""
+LOOK_EVERY = 8
+"""Played steps after which the chunk is chosen anew, as the engine does before each."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """pace: as Pace.known() gives it. correction: permille, for turns that begin alone and beside others. load_ps_per_byte: of
-    restores between steps."""
+    """pace: as Pace.known() gives it. usual, cautious: corrections, permille for each size of predictions, () = none.
+    load_ps_per_byte: of restores between steps."""
 
     pace: tuple[int, ...] = ()
-    correction: tuple[int, int] = (EVEN, EVEN)
+    usual: tuple[int, ...] = ()
+    cautious: tuple[int, ...] = ()
     load_ps_per_byte: int = 0
 
 
@@ -53,7 +56,7 @@ class Forecast:
         self._sizes = chunk_sizes(chunk, min(LEAST_CHUNK, chunk))
         self._pace = Pace()
         self._service = Service()
-        self._correction = [EVEN, EVEN]
+        self._usual, self._cautious = Correction(USUAL), Correction(CAUTIOUS)
         self._load_ps = 0
         self.turns = 0
         self.error_permille = 0
@@ -63,13 +66,14 @@ class Forecast:
 
     def _recall(self, learned: Learned) -> None:
         self._pace.recall(learned.pace)
-        self._correction = [min(MOST, max(LEAST, permille)) for permille in learned.correction]
+        self._usual, self._cautious = Correction(USUAL, learned.usual), Correction(CAUTIOUS, learned.cautious)
         self._load_ps = learned.load_ps_per_byte
 
     def learned(self) -> Learned:
         return Learned(
             pace=tuple(self._pace.known()),
-            correction=(self._correction[0], self._correction[1]),
+            usual=tuple(self._usual.known),
+            cautious=tuple(self._cautious.known),
             load_ps_per_byte=self._load_ps,
         )
 
@@ -95,46 +99,48 @@ class Forecast:
 
     def first_token(self, turn: TurnRecord, now_us: int) -> None:
         """Compare what was predicted when the turn began with what came."""
-        if turn.predicted_us is None:
+        expected = turn.predicted
+        if expected is None:
             return
         actual = max(1, now_us - turn.begun_us)
-        base = max(1, turn.uncorrected_us)
-        which = int(turn.beside)
-        ratio = min(MOST, max(LEAST, actual * 1000 // base))
-        self._correction[which] = blend(self._correction[which], ratio, 100)
-        error = min(10_000, abs(turn.predicted_us - actual) * 1000 // actual)
+        self._usual.came(expected.raw, actual)
+        self._cautious.came(expected.raw, actual)
+        error = min(10_000, abs(expected.usual - actual) * 1000 // actual)
         self.turns += 1
         self.error_permille = error if self.turns == 1 else (self.error_permille * 19 + error) // 20
-        if turn.restore_bytes and not turn.beside:
+        if turn.restore_bytes and expected.alone:
             self._load_ps = blend(max(1, self._load_ps), turn.loading_us * 1_000_000 // turn.restore_bytes, 200)
 
     # ── what will happen ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def remaining_us(self, turn: TurnRecord, turns: Sequence[TurnRecord], now_us: int) -> tuple[int, int, bool]:
-        """(µs from now to the turn's first token, the same before it is corrected, whether others run or wait).
-
-        turns: all, in order of arrival, this one among them.
-        """
+    def remaining(self, turn: TurnRecord, turns: Sequence[TurnRecord], now_us: int) -> Expected:
+        """How long from now to the turn's first token. turns: all, in order of arrival, this one among them."""
         waiting = [t for t in turns if t.first_token_at is None and not t.cancelled]
         decoding = [t for t in turns if t.first_token_at is not None]
         rows, context = len(decoding), sum(len(t.ids) + len(t.generated) for t in decoding)
         us = self._steps_until(turn, waiting, rows, context, now_us)
         if turn.processed == turn.reused:
             us += turn.restore_bytes * self._load_ps // 1_000_000
-        beside = len(waiting) > 1 or rows > 0
-        return us * self._correction[int(beside)] // 1000, us, beside
+        return Expected(self._usual.of(us), self._cautious.of(us), us, alone=len(waiting) == 1 and not rows)
 
     def _steps_until(self, turn: TurnRecord, waiting: Sequence[TurnRecord], rows: int, context: int, now_us: int) -> int:
         """Play the next steps as the engine will: who goes first changes as deadlines come nearer."""
-        pace, chunk = self._pace, self._chunk_beside(rows, context, len(waiting))
+        pace = self._pace
         jobs = [_Job(t, pace.prefill_us(t.processed, t.unprefilled, self._chunk)) for t in waiting]
         mine = next((job for job in jobs if job.turn is turn), None)
         if mine is None:
             return 0
         at, ahead = now_us, self._service.ahead({job.owner for job in jobs})
-        for _ in range(MOST_STEPS):
+        chunk, ended = self._chunk, list[_Job]()
+        for number in range(MOST_STEPS):
+            claims = [job.claim(i) for i, job in enumerate(jobs)]
+            line = order(claims, at, ahead)
+            if ended or number % LOOK_EVERY == 0:
+                start, presses = max(job.done for job in jobs), pressed(claims[line[0]], at)
+                costs = [job.cost for job in jobs]
+                chunk = chunk_now(pace.step_us, self._sizes, self._gap_us, rows, context, start, costs, presses)
             budget, back, prefill, ended = chunk, 0, 0, []
-            for index in order([job.claim(i) for i, job in enumerate(jobs)], at, ahead):
+            for index in line:
                 job = jobs[index]
                 take = min(job.left, chunk - job.done % chunk)
                 if prefill and take > budget:
@@ -157,16 +163,6 @@ class Forecast:
         line = order([job.claim(i) for i, job in enumerate(jobs)], at, ahead)
         before = line[: line.index(jobs.index(mine)) + 1]
         return at - now_us + pace.prompts_us([(jobs[i].done, jobs[i].left) for i in before], chunk, rows, context)
-
-    def _chunk_beside(self, rows: int, context: int, prompts: int) -> int:
-        """Prompt tokens per step, shortened for running answers as the engine does."""
-        if not self._gap_us or rows + prompts < 2:
-            return self._chunk
-
-        def cost(size: int) -> int:
-            return self._pace.step_us(Work(rows, context, size, pairs(0, size)))
-
-        return chunk_within(self._gap_us, self._sizes, cost, waste_allowed(prompts, False))
 
 
 class _Job:

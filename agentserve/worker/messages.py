@@ -197,6 +197,7 @@ class Matched(msgspec.Struct, frozen=True, kw_only=True, tag="matched"):
     """What the state cache found. position 0 = nothing. divergence None = the context only appends.
 
     kind/tier: of the checkpoint used. saved_position: deepest position where the saved context agrees with this one.
+    predicted_ttft_s: from now on, as often too much as too little. cautious_ttft_s: few turns take longer; None = the same.
     """
 
     turn_id: str
@@ -206,10 +207,14 @@ class Matched(msgspec.Struct, frozen=True, kw_only=True, tag="matched"):
     divergence: int | None
     cause: str
     predicted_ttft_s: float
+    cautious_ttft_s: float | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Sent when prefill advances and, while queued, at least every second; `queued` is turns ahead of this one."""
+    """Sent when prefill advances and, while queued, at least every second; `queued` is turns ahead of this one.
+
+    eta_s, cautious_s: to the first token, as in Matched.
+    """
 
     turn_id: str
     processed: int
@@ -217,6 +222,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     cached: int
     queued: int
     eta_s: float
+    cautious_s: float | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

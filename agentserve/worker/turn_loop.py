@@ -304,10 +304,8 @@ class TurnLoop:
             self._measure.restored(turn.restore_bytes, turn.restore_s, found.tier)
         now = self._clock()
         turn.begun_us = round(now * 1e6)
-        turn.predicted_us, turn.uncorrected_us, turn.beside = self.forecast.remaining_us(
-            turn, list(self._turns.values()), turn.begun_us
-        )
-        self._send(turn.matched_frame(found))
+        turn.predicted = self.forecast.remaining(turn, list(self._turns.values()), turn.begun_us)
+        self._send(turn.matched_frame(found, turn.predicted))
 
     def _submit(self, turn: TurnRecord, restore: StateSnapshot | HoldId | None, position: int) -> None:
         """restore: state of the first `position` tokens."""
@@ -408,13 +406,10 @@ class TurnLoop:
         """Turns without a first token, in order of arrival."""
         return [t for t in self._turns.values() if t.first_token_at is None]
 
-    def _predict_us(self, turn: TurnRecord) -> int:
-        """From now to this turn's first token."""
-        return self.forecast.remaining_us(turn, list(self._turns.values()), round(self._clock() * 1e6))[0]
-
     def _tell_progress(self, turn: TurnRecord, ahead: int) -> None:
         turn.told_at = self._clock()
-        self._send(turn.progress_frame(ahead if turn.admitted_at is None else 0, self._predict_us(turn)))
+        expected = self.forecast.remaining(turn, list(self._turns.values()), round(turn.told_at * 1e6))
+        self._send(turn.progress_frame(ahead if turn.admitted_at is None else 0, expected))
 
 
 def _bytes_of(snapshot: StateSnapshot) -> int:

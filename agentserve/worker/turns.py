@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agentserve.worker.correction import Expected
 from agentserve.worker.messages import Matched, Progress, StartTurn, TokenLogprob, Tokens, TurnFailed, TurnFinished
 from engine.types import FinishReason, TokenEvent, TokenMask
 from statecache.types import BoundaryKind
@@ -33,8 +34,8 @@ class TurnRecord:
     ids: uint32 [n], the prompt. reused: tokens restored. processed: prompt tokens in the state. expected: tokens that another
     turn is computing for it. written: tokens newly saved.
     mask: limits the answer, once its grammar is compiled.
-    begun_us: when the engine took it. predicted_us: to its first token from then, as predicted then; uncorrected_us, beside:
-    see forecast.py. restore_bytes, tier: of the restored state. loading_us: until its first step, what it took to restore that.
+    begun_us: when the engine took it. predicted: its first token from then on, as expected then. restore_bytes, tier: of the
+    restored state. loading_us: until its first step, what it took to restore that.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
     """
 
@@ -55,9 +56,7 @@ class TurnRecord:
         self.cancelled = False
         self.mask: TokenMask | None = None
         self.begun_us = 0
-        self.predicted_us: int | None = None
-        self.uncorrected_us = 0
-        self.beside = False
+        self.predicted: Expected | None = None
         self.restore_bytes = 0
         self.loading_us = 0
         self.tier: str | None = None
@@ -81,7 +80,7 @@ class TurnRecord:
     @property
     def predicted_ttft_s(self) -> float | None:
         """TTFT as predicted when the engine took the turn, from acceptance on; None if it never did."""
-        return None if self.predicted_us is None else (self.begun_us + self.predicted_us) / 1e6 - self.start.accepted_at
+        return None if self.predicted is None else (self.begun_us + self.predicted.usual) / 1e6 - self.start.accepted_at
 
     def lateness(self, now: float) -> str:
         late_ms = round((now - self.start.accepted_at) * 1000)
@@ -113,7 +112,7 @@ class TurnRecord:
             self.first_token_at = now
             self.prefilled(len(self.ids), now)
 
-    def matched_frame(self, found: Found) -> Matched:
+    def matched_frame(self, found: Found, expected: Expected) -> Matched:
         return Matched(
             turn_id=self.id,
             position=self.reused,
@@ -121,7 +120,8 @@ class TurnRecord:
             kind=found.kind,
             divergence=found.divergence,
             cause=found.cause,
-            predicted_ttft_s=(self.predicted_us or 0) / 1e6,
+            predicted_ttft_s=expected.usual / 1e6,
+            cautious_ttft_s=expected.cautious / 1e6,
         )
 
     def tokens_frame(self, events: Sequence[TokenEvent]) -> Tokens:
@@ -130,14 +130,15 @@ class TurnRecord:
             logprobs = tuple(TokenLogprob(e.logprob or 0.0, e.top_logprobs) for e in events)
         return Tokens(turn_id=self.start.turn_id, ids=tuple([e.token_id for e in events]), logprobs=logprobs)
 
-    def progress_frame(self, queued: int, eta_us: int) -> Progress:
+    def progress_frame(self, queued: int, expected: Expected) -> Progress:
         return Progress(
             turn_id=self.id,
             processed=self.processed,
             total=len(self.ids),
             cached=self.reused,
             queued=queued,
-            eta_s=eta_us / 1e6,
+            eta_s=expected.usual / 1e6,
+            cautious_s=expected.cautious / 1e6,
         )
 
     def last_frame(self, reason: FinishReason, error: str | None, now: float) -> TurnFinished | TurnFailed:

@@ -13,7 +13,7 @@ from benchmarks.load.machines import Machine
 from benchmarks.load.recorded import Job
 from engine.scheduler.growth import to_pause
 from engine.scheduler.order import GRACE_US, Claim, order, pressed
-from engine.scheduler.pace import LEAST_CHUNK, Work, chunk_sizes, chunk_within, pairs, waste_allowed
+from engine.scheduler.pace import LEAST_CHUNK, Work, chunk_now, chunk_sizes, pairs
 from engine.scheduler.scheduler import RESUME_US
 
 Policy = Callable[[Sequence[Claim], int], list[int]]
@@ -154,19 +154,14 @@ def simulate(jobs: Sequence[Job], machine: Machine, policy: Policy, *, gap_us: i
         chosen: list[tuple[_Turn, int]] = []
         rows = len(decoding)
         if prompts:
-            first = prompts[0]
 
             def slice_of(turn: _Turn, size: int) -> tuple[int, int]:
                 at = turn.job.restored + turn.done
                 return at, min(turn.job.restored + turn.job.suffix, (at // size + 1) * size)
 
-            def cost(size: int) -> int:
-                at = first.job.restored + first.done  # noqa: B023 - called in this round only
-                return machine.step_us(Work(rows, 0, size, pairs(at, at + size)))  # noqa: B023
-
-            alone = len(running) + len(waiting) == 1
-            waste = waste_allowed(len(prompts) + sum(not t.produced for t in waiting), pressed(claim(first), now))
-            size = sizes[0] if alone or not gap_us else chunk_within(gap_us, sizes, cost, waste)
+            start = max(turn.job.restored + turn.done for turn in prompts)
+            costs = [claim(turn).cost for turn in (*prompts, *waiting) if not turn.produced]
+            size = chunk_now(machine.step_us, sizes, gap_us, rows, 0, start, costs, pressed(claim(prompts[0]), now))
             budget = size
             for turn in prompts:
                 at, to = slice_of(turn, size)

@@ -91,9 +91,9 @@ class Lab:
         if isinstance(frame, Matched):
             turn.restored = frame.position
             turn.predicted = now - turn.asked_at + frame.predicted_ttft_s
-            self._deadline(turn, turn.tracker.predicted(elapsed_ms, int(frame.predicted_ttft_s * 1000)), elapsed_ms)
+            self._deadline(turn, turn.tracker.foretold(elapsed_ms, frame.predicted_ttft_s, frame.cautious_ttft_s), elapsed_ms)
         elif isinstance(frame, Progress):
-            self._deadline(turn, turn.tracker.predicted(elapsed_ms, int(frame.eta_s * 1000)), elapsed_ms)
+            self._deadline(turn, turn.tracker.foretold(elapsed_ms, frame.eta_s, frame.cautious_s), elapsed_ms)
         elif isinstance(frame, Tokens):
             if turn.ttft is None:
                 turn.ttft = now - turn.asked_at

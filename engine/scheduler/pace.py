@@ -172,10 +172,40 @@ def chunk_within(limit_us: int, sizes: Sequence[int], cost: Callable[[int], int]
     return chosen
 
 
-def waste_allowed(prompts: int, presses: bool) -> int:
+def chunk_now(
+    step_us: Callable[[Work], int],
+    sizes: Sequence[int],
+    limit_us: int,
+    rows: int,
+    context: int,
+    start: int,
+    costs: Sequence[int],
+    presses: bool,
+) -> int:
+    """Tokens between the edges at which the next chunks end: fewer than the largest of `sizes` so that no step holds others up.
+
+    step_us: what a step costs. rows, context: of decoding requests. start: tokens that the deepest prompt looks back on; a step
+    may get to any. costs: prefill left of each prompt, at least one. presses: the first of them has no time to lose. limit_us:
+    for a step, 0 = none.
+    """
+    if not limit_us:
+        return sizes[0]
+
+    def cost(size: int) -> int:
+        return step_us(Work(rows, context, size, pairs(start, start + size)))
+
+    if rows or len(costs) > 1:
+        return chunk_within(limit_us, sizes, cost, waste_allowed(sum(costs) - max(costs), limit_us, presses))
+    # Alone it only holds up who may come and is told between steps what to expect: for a small price, and not in vain.
+    size = chunk_within(limit_us, sizes, cost, 1)
+    return size if cost(size) <= 2 * limit_us else sizes[0]
+
+
+def waste_allowed(others_us: int, limit_us: int, presses: bool) -> int:
     """Eighths that prefill may cost more so that answers go on smoothly: four while one prompt with time is all there is to
-    compute, else one. At 80% of what a machine can do, a quarter more work is more than it can do."""
-    return 4 if prompts == 1 and not presses else 1
+    compute, but for what is done in a step or two, else one. At 80% of what a machine can do, a quarter more work is more than
+    it can do. others_us: prefill of all but the longest prompt. limit_us: for a step."""
+    return 4 if others_us <= 2 * limit_us and not presses else 1
 
 
 def chunk_sizes(chunk: int, least: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.kvcache.table import PageTable
 from engine.scheduler.growth import blend, planned_growth, to_pause
 from engine.scheduler.order import GRACE_US, Claim, Service, order, pressed
-from engine.scheduler.pace import LEAST_CHUNK, Pace, Work, chunk_sizes, chunk_within, pairs, waste_allowed
+from engine.scheduler.pace import LEAST_CHUNK, Pace, chunk_now, chunk_sizes
 from engine.scheduler.prefill import choose_slices, next_edge
 from engine.scheduler.sequence import Sequence
 
@@ -119,7 +119,7 @@ class Scheduler:
         if turn:
             if len(turn) > 1:
                 turn = self._ordered(turn)
-            size = self._chunk(turn[0])
+            size = self._chunk(turn)
             ends = [next_edge(seq.computed, seq.prompt_length, size, seq.edges) for seq in turn]
             lengths = [end - seq.computed for seq, end in zip(turn, ends, strict=True)]
             budget = self.step_tokens - len(chosen) if size == self.chunk_tokens else size
@@ -130,18 +130,12 @@ class Scheduler:
                 self.service.charge(seq.request.owner, us)
         return chosen
 
-    def _chunk(self, seq: Sequence) -> int:
-        """Tokens between the edges at which seq's next chunk may end: shorter than usual while others would be held up."""
-        if not self.gap_us or len(self.running) + len(self.waiting) < 2:
-            return self.chunk_tokens
-        rows, context = len(self._ready), sum(other.computed for other in self._ready)
-
-        def cost(size: int) -> int:
-            return self.pace.step_us(Work(rows, context, size, pairs(seq.computed, seq.computed + size)))
-
-        prompts = sum(not other.output_length for other in (*self.running, *self.waiting))
-        waste = waste_allowed(prompts, pressed(self.claim(seq), self._now))
-        return chunk_within(self.gap_us, self._sizes, cost, waste)
+    def _chunk(self, turn: list[Sequence]) -> int:
+        """Tokens between the edges at which the next chunks may end. turn: prompts that can run, in order."""
+        rows, context, start = len(self._ready), sum(seq.computed for seq in self._ready), max(seq.computed for seq in turn)
+        costs = [self.claim(seq).cost for seq in (*self.running, *self.waiting) if not seq.output_length]
+        presses = pressed(self.claim(turn[0]), self._now)
+        return chunk_now(self.pace.step_us, self._sizes, self.gap_us, rows, context, start, costs, presses)
 
     # ── order ───────────────────────────────────────────────────────────────────────────────────────────────────
 

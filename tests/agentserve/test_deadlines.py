@@ -33,6 +33,17 @@ def test_risk_comes_and_goes_with_the_prediction() -> None:
     assert statuses(DeadlineTracker(1000), *steps) == [ON_TRACK, AT_RISK, ON_TRACK, MET]
 
 
+def test_what_few_turns_exceed_warns_although_the_prediction_is_in_time() -> None:
+    tracker = DeadlineTracker(1000)
+    report = tracker.foretold(100, 0.7, 1.1)
+    assert report is not None
+    assert (report.status, report.predicted_ttft_ms) == (DeadlineStatus.AT_RISK, 800)
+    assert tracker.tick(500) is None, "time alone brings no better news"
+    report = tracker.foretold(600, 0.1, 0.2)
+    assert report is not None
+    assert report.status is DeadlineStatus.ON_TRACK
+
+
 def test_a_missed_deadline_is_told_when_it_passes_and_stays_missed() -> None:
     steps = (("p", 0, 2000), ("tick", 1001, 0), ("first_token", 2000, 0), ("p", 2001, 0))
     assert statuses(DeadlineTracker(1000), *steps) == [AT_RISK, MISSED]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.pace import KNEE, Pace, Work, chunk_sizes, chunk_within, pairs
+from engine.scheduler.pace import KNEE, Pace, Work, chunk_now, chunk_sizes, chunk_within, pairs
 
 
 def laptop(work: Work) -> float:
@@ -104,3 +104,43 @@ def test_the_largest_chunk_within_the_limit_that_does_not_waste_the_pass(fixed, 
     thrifty = [size for size in sizes if 8 * cost(size) * 512 <= (8 + waste) * cost(512) * size]
     within = [size for size in thrifty if cost(size) <= limit]
     assert chosen == (within[0] if within else thrifty[-1])
+
+
+def knowing(step: int, token: int, pair_ps: int, row: int = 2_000) -> Pace:
+    """A pace that has seen a machine: µs of a step, of a token and of a row, ps of a token looked back on."""
+    pace, rng = Pace(), random.Random(1)
+    for _ in range(400):
+        rows, size, start = rng.choice((0, 4)), rng.choice((0, 64, 128, 256, 512)), rng.choice((0, 4_000, 30_000))
+        work = Work(rows, rows * 200, size, pairs(start, start + size))
+        pace.observe(work, step + row * rows + token * size + pair_ps * work.pairs // 1_000_000)
+    return pace
+
+
+SIZES = chunk_sizes(512, 64)
+LIMIT = 120_000
+
+
+def test_a_chunk_fits_the_deepest_prompt_whoever_is_first() -> None:
+    pace = knowing(step=10_000, token=370, pair_ps=40_000)
+    assert chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 0, [40_000_000], presses=False) == 256
+    deep = chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 28_000, [60_000, 40_000_000], presses=False)
+    assert deep == 64
+    assert pace.step_us(Work(4, 800, deep, pairs(28_000, 28_000 + deep))) <= LIMIT
+
+
+def test_short_prompts_beside_a_long_one_do_not_end_its_smooth_chunks() -> None:
+    pace = knowing(step=60_000, token=1_000, pair_ps=0)
+    smooth = chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 0, [40_000_000], presses=False)
+    assert smooth == chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 0, [40_000_000, 90_000], presses=False) == 128
+    assert chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 0, [40_000_000, 9_000_000], presses=False) == 256, (
+        "much work goes before"
+    )
+    assert chunk_now(pace.step_us, SIZES, LIMIT, 4, 800, 0, [40_000_000], presses=True) == 256, "so does one in a hurry"
+
+
+def test_a_lone_prompt_is_cut_for_who_may_come_only_where_that_is_cheap_and_helps() -> None:
+    cheap = knowing(step=10_000, token=800, pair_ps=0)
+    assert chunk_now(cheap.step_us, SIZES, LIMIT, 0, 0, 0, [1_000_000], presses=False) == 128
+    dear = knowing(step=150_000, token=3_300, pair_ps=0)
+    assert chunk_now(dear.step_us, SIZES, LIMIT, 0, 0, 0, [1_000_000], presses=False) == 512
+    assert chunk_now(cheap.step_us, SIZES, 0, 4, 800, 0, [1_000_000, 1_000_000], presses=True) == 512, "0 is no limit"
