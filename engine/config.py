@@ -81,6 +81,7 @@ class EngineConfig:
     elastic: whether expert slots and KV pages may trade memory while serving: "auto" = the engine does it by itself, "manual" =
     only when it is told to, "off" = each keeps its own.
     expert_mode: how decode misses are divided; "auto" = hybrid, fetch or cpu by what is seen to be fastest.
+    divide_experts: whether a miss may also be divided within the expert, which is done where measured rates say that it pays.
     rates: file of measured rates; without an entry for this machine they are measured at the start, for a second or two, and
     kept there. None = assumed rates.
     kernels: "triton", or "plain" torch; None = triton on a device. host_device: compute on host memory in the device's place
@@ -110,6 +111,7 @@ class EngineConfig:
     pin_bytes: int | None = None
     pass_tokens: int | None = None
     expert_mode: Literal["auto", "hybrid", "fetch", "cpu"] = "auto"
+    divide_experts: bool = True
     rehearse_tokens: int = 4096
     elastic: Literal["auto", "manual", "off"] = "auto"
     rates: Path | None = None

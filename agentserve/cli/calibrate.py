@@ -72,6 +72,7 @@ def calibrate(
             typer.echo(f"  link alone: {rates.link_mbs / 1000:.1f} GB/s by kernels, {rates.copy_mbs / 1000:.1f} by copy engine")
             typer.echo(f"  CPU alone: {rates.cpu_mbs / 1000:.1f} GB/s, hand-off {rates.handoff_ns / 1000:.0f} µs")
             typer.echo(f"  together: {rates.both_link_mbs / 1000:.1f} + {rates.both_cpu_mbs / 1000:.1f} GB/s")
+            typer.echo(f"  parts of experts: {rates.direct_mbs / 1000:.1f} GB/s beside {rates.direct_ns / 1000:.0f} µs a layer")
             typer.echo(
                 f"  device memory: {rates.hbm_mbs / 1000:.0f} GB/s, matrix products {rates.gpu_gflops / 1000:.1f} TFLOP/s"
             )

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS
 from benchmarks.gpu import checkpoint, geometry, plan, summary
-from benchmarks.gpu.bench import TINY_SIZES, Bench, Sizes
+from benchmarks.gpu.bench import ARMS, TINY_SIZES, Bench, Sizes
 from benchmarks.gpu.calibration import calibrate
 from benchmarks.gpu.context import Context, OutOfTime
 from benchmarks.gpu.decode import decode
@@ -63,6 +63,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=checkpoint.VARIANTS, default=checkpoint.VARIANTS)
     parser.add_argument("--repeats", type=int, help="of everything (default 5)")
     parser.add_argument("--batches", type=int, nargs="+", help="streams at once in `decode` (default 1 4)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=(), help="ways to deal with misses in `decode`")
     parser.add_argument("--threads", type=int, help="of the CPU executor (default: three of four cores)")
     parser.add_argument("--kernels", choices=("triton", "plain"), help="default: triton on a GPU")
     parser.add_argument(
@@ -89,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         what = replace(what, repeats=options.repeats)
     if options.batches:
         what = replace(what, batches=tuple(min(batch, sizes.max_rows) for batch in options.batches))
+    what = replace(what, arms=tuple(options.arms))
     directory = checkpoint.place_for(shape, options.dir)
     directory.mkdir(parents=True, exist_ok=True)
     out = options.out or (None if options.tiny else RESULTS)
@@ -160,7 +162,7 @@ def _measure(
         results.add("calibrate", workload, figures, time.monotonic() - began)
     measured = results.find("calibrate")
     if measured is not None:
-        bench.rates = Rates(**{key: measured[key] for key in Rates.__dataclass_fields__})
+        bench.rates = Rates(**{key: measured[key] for key in Rates.__dataclass_fields__ if key in measured})
     else:
         tell("not calibrated: the engine divides misses by assumed rates, and the table has no floors")
     trace = load(directory / checkpoint.ROUTES)

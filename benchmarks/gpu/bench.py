@@ -33,7 +33,8 @@ from engine.weights.digests import Digests
 from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
 
-ARMS = ("fetch", "cpu", "hybrid", "auto", "hybrid, no overlap")
+HYBRID, WHOLE = "hybrid", "hybrid, whole experts"
+ARMS = ("fetch", "cpu", HYBRID, WHOLE, "auto", "hybrid, no overlap")
 """Ways to deal with misses. auto: hybrid with its fall-back. no overlap: fetches and compute in one stream."""
 
 
@@ -113,7 +114,8 @@ class Arms:
             return
         mode: Any = arm.split(",")[0]
         if arm not in self._splits:
-            self._splits[arm] = MissSplit(self.rates, pool.bank.record.nbytes, pool.top_k, self.max_rows, mode)
+            inter = 0 if arm == WHOLE else pool.divisible
+            self._splits[arm] = MissSplit(self.rates, pool.bank.record.nbytes, pool.top_k, self.max_rows, mode, inter)
         pool.split = self._splits[arm]
         pool._tables.clear()
         self.overlap("no overlap" not in arm)

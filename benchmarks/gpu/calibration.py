@@ -1,4 +1,5 @@
-"""Stage `calibrate`: the rates that every floor is made of, and how the link's depends on what is moved at a time."""
+"""Stage `calibrate`: the rates that every floor is made of, how the link's depends on what is moved at a time, and what a part
+of an expert takes on either side."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ import torch
 
 from engine.device.base import Device
 from engine.device.host import HostDevice
-from engine.gpu.calibrate import measure
+from engine.gpu.calibrate import TOP_K, CpuSide, measure, together
+from engine.gpu.direct import LEAST_ROWS, DirectReads
 from engine.moe.cost import Rates
 from engine.moe.host_bank import HostBank
 
 SIZES = tuple(1 << shift for shift in (16, 18, 20, 22, 24, 26, 28))
 CTAS = (1, 2, 4, 8, 16, 32)
+PARTS = (8, 4, 2, 1)
+"""Of an expert's inner rows, as fractions: 64, 128, 256 and all of 512."""
 MOVED_BYTES = 1 << 30
 """By one timed round, where the bank has as much."""
 
@@ -29,6 +33,7 @@ def calibrate(device: Device, ops: ModuleType, bank: HostBank, seconds: float) -
     figures: dict[str, Any] = dict(asdict(rates))
     figures["copy_gb_s_by_bytes"] = {str(size): rate for size, rate in copies(device, bank, seconds).items()}
     figures["gather_gb_s_by_ctas"] = {str(ctas): rate for ctas, rate in gathers(device, ops, bank, seconds).items()}
+    figures["parts"] = parts(device, ops, bank, seconds)
     return rates, figures
 
 
@@ -84,3 +89,32 @@ def gathers(device: Device, ops: ModuleType, bank: HostBank, seconds: float) -> 
         return count * record
 
     return {ctas: _gb_s(device, lambda ctas=ctas: fetch(ctas), seconds) for ctas in CTAS}
+
+
+def parts(device: Device, ops: ModuleType, bank: HostBank, seconds: float) -> dict[str, dict[str, float]]:
+    """The last r inner rows of one expert, by r: µs of a call and GB/s of the experts' own kernels reading them over the link,
+    alone and beside the executor's load, what the executor reads meanwhile, and µs that it takes alone for as many rows."""
+    reads, out = DirectReads(device, ops, bank, TOP_K), {}
+    side = CpuSide(bank, HostDevice())
+    try:
+        for rows in sorted({reads.inter // part // LEAST_ROWS * LEAST_ROWS for part in PARTS} - {0}):
+            reads.use(rows)
+            nbytes = reads.nbytes(rows)
+
+            def work(nbytes: int = nbytes) -> int:
+                reads.replay()
+                return nbytes
+
+            alone = _gb_s(device, work, seconds)
+            beside, cpu = together(device, reads.replay, nbytes, side, seconds / 2)
+            out[str(rows)] = {
+                "us": round(nbytes / reads.calls / alone / 1000, 2),
+                "gb_s": alone,
+                "us_beside_cpu": round(nbytes / reads.calls / beside, 2),
+                "gb_s_beside_cpu": beside / 1000,
+                "cpu_gb_s_beside": cpu / 1000,
+                "cpu_us": side.request_ns(1, 1, seconds / 4, reads.inter - rows) / 1000,
+            }
+    finally:
+        side.close()
+    return out

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.bench import ARMS
+from benchmarks.gpu.bench import ARMS, HYBRID, WHOLE
 from benchmarks.gpu.context import Context, percentiles, rounded, spread_of
 from benchmarks.gpu.ideal import hit_rates, uniform_like, walked
 
 
 def decode(context: Context) -> None:
+    some = {"arms": "; ".join(context.plan.arms)} if context.plan.arms else {}
     for batch in context.plan.batches:
-        context.measure("decode", lambda batch=batch: _rounds(context, batch), batch=batch)
+        context.measure("decode", lambda batch=batch: _rounds(context, batch), batch=batch, **some)
 
 
 def _rounds(context: Context, batch: int) -> dict[str, Any]:
     """Rounds of all arms, forward and backward in turn (A B C, C B A …); each begins with a few tokens that do not count."""
     plan, running, player = context.plan, context.running, context.player
     pool = running.pool
-    arms = ("resident",) if pool.resident else ARMS
+    arms = ("resident",) if pool.resident else plan.arms or ARMS
     words = context.words(batch)
     total = (plan.repeats + 1) * len(arms) * (plan.decode_warm + plan.decode_tokens) + plan.learn + 2
     prompts = [words.take(8) for _ in range(batch)]
@@ -56,6 +57,9 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
         if values["fetched"]:
             line["fetched_of_misses"] = rounded(sum(values["fetched"]) / len(values["fetched"]))
         figures["arms"][arm] = line
+    if {HYBRID, WHOLE} <= set(arms):
+        pairs = zip(seen[HYBRID]["rate"], seen[WHOLE]["rate"], strict=True)
+        figures["hybrid_of_whole"] = spread_of([parts / whole for parts, whole in pairs])
     if not pool.resident:
         figures["chosen"] = running.arms.chosen(batch)
     figures["dense_bytes"] = _dense_bytes(context)

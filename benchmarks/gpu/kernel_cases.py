@@ -242,10 +242,18 @@ def _experts(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     run = partial(ops.slot_experts, x, ids, weights, *_record(g, make, memory), inner, out, False)
     pairs = ids.numel()
     yield Case(f"slot_experts t{tokens}", run, pairs * record, 6 * pairs * g.inter * g.hidden)
+    bank = make.empty(8, record, dtype=torch.uint8)
+    if make.device == "cuda":
+        bank = torch.empty(8, record, dtype=torch.uint8, pin_memory=True)
+    # Two experts on the CPU, a good third of which the device takes.
+    there = make.ints([[t % 2 if j == 0 else -1 for j in range(g.top_k)] for t in range(tokens)])
+    on_cpu, taken = min(tokens, 2), 3 * g.inter // 8
+    counts, shares = make.ints([0, on_cpu, g.top_k - on_cpu, on_cpu]), make.ints([0, taken, taken])
+    if make.device != "meta":
+        bank.view(make.dtype).fill_(0.05)
+    run = partial(ops.bank_experts, x, there, weights, counts, shares, *_record(g, make, bank), inner, out)
+    yield Case(f"bank_experts t{tokens}", run, on_cpu * record * taken // g.inter, 6 * tokens * taken * g.hidden)
     if tokens == 1:
-        bank = make.empty(8, record, dtype=torch.uint8)
-        if make.device == "cuda":
-            bank = torch.empty(8, record, dtype=torch.uint8, pin_memory=True)
         work, counts = make.ints([[i, i] for i in range(4)]), make.ints([4, 0, 0, 0])
         yield Case("fetch 4 records", partial(ops.fetch, bank, memory, work, counts), 4 * record)
 
@@ -258,7 +266,8 @@ def _handoff(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
         return torch.empty_like(like, device="cpu", pin_memory=True) if make.device == "cuda" else torch.empty_like(like)
 
     request, reply = mapped(make.ints([0] * 16)), mapped(make.ints([0] * 16))
-    run = partial(ops.publish, x, ids, weights, counts, epoch, 0, request, mapped(x), mapped(ids), mapped(weights))
+    shares = make.ints([0])
+    run = partial(ops.publish, x, ids, weights, counts, shares, epoch, 0, request, mapped(x), mapped(ids), mapped(weights))
     yield Case(f"publish t{tokens}", run, size(x, ids, weights))
     if tokens == 1:
         clock = make.ints([0] * 4, torch.int64)
@@ -266,7 +275,8 @@ def _handoff(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
             yield Case(f"stamp {'begin' if begin else 'end'}", partial(ops.stamp, clock, counts, begin), size(clock))
         many, routes = make.values(64, g.hidden), _routes(g, make, 64)
         some = make.values(64, g.top_k, dtype=torch.float32)
-        run = partial(ops.publish, many, routes, some, counts, epoch, 0, request, mapped(many), mapped(routes), mapped(some))
+        box = (mapped(many), mapped(routes), mapped(some))
+        run = partial(ops.publish, many, routes, some, counts, shares, epoch, 0, request, *box)
         yield Case("publish t64", run, size(many, routes, some))
     if make.device != "meta":
         reply.zero_()

@@ -13,7 +13,7 @@ class Plan:
     prefix: tokens of the restored context; suffixes: tokens after it. turns: of the alternation, each `turn_suffix` tokens in
     and `turn_output` out, the first `turn_first` of them looked at by themselves. contexts: tokens of saved states.
     saved_piece: tokens copied out between two steps. long_prompt: that comes while another stream decodes. ideal_tokens: over
-    which caches are simulated.
+    which caches are simulated. arms: ways to deal with misses that `decode` compares, () = all.
     """
 
     shares: tuple[int, ...]
@@ -33,6 +33,7 @@ class Plan:
     saved_piece: int
     long_prompt: int
     ideal_tokens: int
+    arms: tuple[str, ...] = ()
 
 
 FULL = Plan(

@@ -59,7 +59,7 @@ def _host(name: str, work: Callable[[], Any]) -> None:
 def _empty(context: Context, arm: str) -> None:
     """A step on no sequence: what the graph itself takes, launch and gaps, without any work to speak of."""
     model: Any = context.running.engine.model
-    graph, _ = model._graph(1, not context.running.pool.resident)
+    graph, _ = model._graph(1, context.running.pool.use_table(1) if not context.running.pool.resident else 0)
     took, asked = [], []
     for _ in range(50):
         model._tables.fill(torch.zeros(0, dtype=torch.int64), ())

@@ -148,7 +148,11 @@ def _decode_rows(line: Mapping[str, Any], rates: Mapping[str, Any] | None) -> It
             yield Row(f"decode {arm}, ms between tokens", *where, f"{gap['p50']:.2f}", f"p99 {gap['p99']:.2f}")
         if arm == "resident" and batch == 1 and rates is not None:
             yield from _layer_rows(line, about, rates)
-    if "hybrid" in arms:
+    if "hybrid_of_whole" in figures:
+        value = figures["hybrid_of_whole"]
+        name = f"hybrid ÷ whole experts, round by round, {batch} at once"
+        yield Row(name, *where, f"{value['median']:.3f}", _between(value, ".3f"))
+    if {"hybrid", "fetch", "cpu", "auto"} <= set(arms):
         middle = {arm: arms[arm]["tokens_per_s"]["median"] for arm in arms}
         if batch == 1:
             for pure in ("fetch", "cpu"):
@@ -202,6 +206,16 @@ def _between(value: Mapping[str, float], form: str) -> str:
     return f"{value['p10']:{form}} … {value['p90']:{form}}"
 
 
+def parts_lines(parts: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """What a part of one expert takes on either side, by its inner rows."""
+    for rows_, of in parts.items():
+        yield (
+            f"{rows_} rows of one expert: {of['us']:.1f} µs over the link ({of['gb_s']:.1f} GB/s), beside the CPU's load "
+            f"{of['us_beside_cpu']:.1f} µs ({of['gb_s_beside_cpu']:.1f} GB/s, the CPU {of['cpu_gb_s_beside']:.1f}); on the CPU "
+            f"alone {of['cpu_us']:.1f} µs"
+        )
+
+
 def show(console: Console, results: Results) -> int:
     """Print the table. Returns how many goals were missed."""
     rates = results.find("calibrate")
@@ -211,6 +225,8 @@ def show(console: Console, results: Results) -> int:
             f"GB/s: link {gb['copy_mbs']:.1f} by copy engine, {gb['link_mbs']:.1f} by kernels; CPU {gb['cpu_mbs']:.1f}; "
             f"together {gb['both_link_mbs']:.1f} + {gb['both_cpu_mbs']:.1f}; device memory {gb['hbm_mbs']:.0f}"
         )
+        for line in parts_lines(rates.get("parts", {})):
+            console.print(line)
     table = Table(caption="floor: bytes ÷ measured bandwidth, perfectly overlapped; p10 … p90 beside each median", box=SIMPLE)
     table.add_column("what", no_wrap=True)
     for name in ("variant", "resident"):

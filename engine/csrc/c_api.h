@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-enum { ASV_ABI_VERSION = 2 };
+enum { ASV_ABI_VERSION = 3 };
 
 enum asv_isa { ASV_SCALAR = 0, ASV_AVX2 = 1, ASV_AVX512 = 2, ASV_AVX512BF16 = 3, ASV_ISA_COUNT = 4 };
 

@@ -3,7 +3,8 @@
 //
 // p: 0 x [T, H], 1 ids int32 [T, k] (-1: skip), 2 weights f32 [T, k], 3 gate_up [E, 2I, H], 4 down [E, H, I], 5 out
 // [T, H], 6 residual or null.  n: 0 T, 1 H, 2 I, 3 k, 4 E, 5 x stride, 6 out stride, 7 residual stride, 8 and 9 strides
-// between experts of gate_up and down (elements).
+// between experts of gate_up and down (elements), 10 the inner width of the records: up begins that many rows behind gate, and
+// rows of down are that long. I may be less: then gate_up and down point at the first of I inner rows that are computed.
 // flags: bf16 bits of x, banks, out, residual.
 //
 // Tokens are grouped by expert, so a step reads each weight row once from memory. Of an expert's tokens, whole vectors go
@@ -17,6 +18,7 @@ struct ExpertArgs {
   const float *weights;
   int T, H, I, top_k, E;
   ptrdiff_t xs, os, rs, gate_es, down_es;
+  int inter;
   bool out_bf, res_bf;
 };
 
@@ -89,7 +91,7 @@ struct Experts {
     return (const WT *)a.gate_up + group.expert * a.gate_es + size_t(i) * a.H;
   }
   const WT *down_row(const Group &group, int h) const {
-    return (const WT *)a.down + group.expert * a.down_es + size_t(h) * a.I;
+    return (const WT *)a.down + group.expert * a.down_es + size_t(h) * a.inter;
   }
 
   void pack(const Group &group, int panel) {
@@ -108,7 +110,7 @@ struct Experts {
     for (int r = 0; r < n; r += 8) {
       int rows = min_int(8, n - r);
       dot_tile<M, WT>(gate_row(group, i0 + r), a.H, rows, x, tokens, a.H, gate + r, kBlock);
-      dot_tile<M, WT>(gate_row(group, a.I + i0 + r), a.H, rows, x, tokens, a.H, up + r, kBlock);
+      dot_tile<M, WT>(gate_row(group, a.inter + i0 + r), a.H, rows, x, tokens, a.H, up + r, kBlock);
     }
     for (int t = 0; t < tokens; ++t)
       for_vectors(n, [&](int c, int part) {
@@ -121,7 +123,7 @@ struct Experts {
   void gate_up_lanes(const Group &group, int i0, int i1, int worker) {
     int n = i1 - i0, panels = group.panels(), ldsums = panels * W;
     float *gate = sums_of(worker, panels), *up = gate + n * ptrdiff_t(ldsums);
-    const Run<WT> runs[2] = {{gate_row(group, i0), n}, {gate_row(group, a.I + i0), n}};
+    const Run<WT> runs[2] = {{gate_row(group, i0), n}, {gate_row(group, a.inter + i0), n}};
     lane_block<M>(runs, 2, a.H, a.H, group.x, x_panel, panels, gate, ldsums, rows_of(worker));
     for (int p = 0; p < panels; ++p)
       store_hidden(M(), gate + p * W, up + p * W, ldsums, n, i0, group.h + p * h_panel);
@@ -140,7 +142,7 @@ struct Experts {
     const E *h[kMaxDotTokens] = {};
     int tokens = group.count - group.lanes;
     for (int t = 0; t < tokens; ++t) h[t] = (const E *)group.h_rows + size_t(t) * a.I;
-    dot_tile<M, WT>(down_row(group, h0), a.I, h1 - h0, h, tokens, a.I, y, kBlock);
+    dot_tile<M, WT>(down_row(group, h0), a.inter, h1 - h0, h, tokens, a.I, y, kBlock);
     for (int t = 0; t < tokens; ++t) add(group.first + group.lanes + t, h0, y + t * kBlock, h1 - h0);
   }
 
@@ -150,7 +152,7 @@ struct Experts {
     int rows = h1 - h0, panels = group.panels(), ldsums = panels * W;
     float *sums = sums_of(worker, panels);
     Run<WT> run = {down_row(group, h0), rows};
-    lane_block<M>(&run, 1, a.I, a.I, group.h, h_panel, panels, sums, ldsums, rows_of(worker));
+    lane_block<M>(&run, 1, a.inter, a.I, group.h, h_panel, panels, sums, ldsums, rows_of(worker));
     for_panels(panels, [&](int p, int nv) {
       sums_by_token(sums, ldsums, rows, p, nv, y);
       int first = p * W, n = min_int(nv * W, group.lanes - first);
@@ -256,7 +258,7 @@ static void experts_typed(const ExpertArgs &a) {
 static void op_experts(const asv_op &op, const Counts &counts) {
   ExpertArgs a = {op.p[0],  op.p[3], op.p[4], op.p[6], (void *)op.p[5], (const int32_t *)op.p[1], (const float *)op.p[2],
                   resolve(op.n[0], counts), op.n[1], op.n[2], op.n[3], op.n[4], op.n[5], op.n[6], op.n[7],
-                  op.n[8], op.n[9], is_bf16(op, 2), is_bf16(op, 3)};
+                  op.n[8], op.n[9], op.n[10], is_bf16(op, 2), is_bf16(op, 3)};
   if (a.T == 0) return;
   bool xb = is_bf16(op, 0), wb = is_bf16(op, 1);
 #if defined(ASV_HAVE_BF16)

@@ -1,7 +1,7 @@
 // The mailbox between a GPU and the expert executor: byte offsets in memory that both see. The same numbers, with what the
 // other side does, are in engine/moe/handoff.py; a test compares the two files.
 //
-// The device writes layer, tokens and the payload, then the request's epoch. The executor computes, writes the partial result
+// The device writes layer, tokens, taken and the payload, then the request's epoch. The executor computes, writes the partial result
 // and the reply's fields, then the reply's epoch, the same number. Epochs rise by one, so a late reply of an earlier request
 // can never be taken for the one that is waited for. Flags lie on cache lines of their own.
 #pragma once
@@ -13,6 +13,7 @@ enum {
   ASV_BOX_REQUEST_EPOCH = 0,   // int32
   ASV_BOX_REQUEST_LAYER = 4,   // int32, among the MoE layers
   ASV_BOX_REQUEST_TOKENS = 8,  // int32
+  ASV_BOX_REQUEST_TAKEN = 12,  // int32, last inner rows of each expert that the device computes itself
   ASV_BOX_REPLY_EPOCH = 64,    // int32
   ASV_BOX_REPLY_STATUS = 68,   // int32, 0 = the result is there
   ASV_BOX_REPLY_BUSY_NS = 72,  // int64, time that this reply took

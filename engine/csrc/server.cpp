@@ -112,7 +112,8 @@ struct asv_server {
 
   int32_t compute() {
     int32_t layer = *field(ASV_BOX_REQUEST_LAYER), tokens = *field(ASV_BOX_REQUEST_TOKENS);
-    if (layer < 0 || layer >= c.layers || tokens < 0 || tokens > c.max_tokens) return 2;
+    int32_t taken = *field(ASV_BOX_REQUEST_TAKEN), rows = c.inter - taken;
+    if (layer < 0 || layer >= c.layers || tokens < 0 || tokens > c.max_tokens || taken < 0 || rows < 1) return 2;
     const uint8_t *bank = c.bank + size_t(layer) * size_t(c.experts) * c.record_bytes;
     size_t item = c.bf16 ? 2 : 4, matrix = size_t(c.hidden) * size_t(c.inter) * item;
     asv_op op;
@@ -126,13 +127,13 @@ struct asv_server {
     op.p[4] = bank + 2 * matrix;
     op.p[5] = c.out;
     int32_t stride = int32_t(c.record_bytes / item);
-    const int32_t n[] = {tokens, c.hidden, c.inter, c.top_k, c.experts, c.hidden, c.hidden, 0, stride, stride};
+    const int32_t n[] = {tokens, c.hidden, rows, c.top_k, c.experts, c.hidden, c.hidden, 0, stride, stride, c.inter};
     memcpy(op.n, n, sizeof n);
-    count_bytes(tokens, 3 * matrix);
+    count_bytes(tokens, 3 * size_t(c.hidden) * size_t(rows) * item);
     return asv_run(&op, 1, tokens, 1, 1) == 0 ? 0 : 3;
   }
 
-  void count_bytes(int32_t tokens, size_t record) {
+  void count_bytes(int32_t tokens, size_t each) {
     uint64_t seen[64] = {};  // experts up to 4096
     uint64_t distinct = 0;
     for (int32_t i = 0; i < tokens * c.top_k; ++i) {
@@ -142,7 +143,7 @@ struct asv_server {
       if (!(seen[e >> 6] & bit)) ++distinct;
       seen[e >> 6] |= bit;
     }
-    bytes.fetch_add(distinct * record);
+    bytes.fetch_add(distinct * each);
   }
 };
 

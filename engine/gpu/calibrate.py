@@ -1,4 +1,5 @@
-"""Measures what the cost model needs: the link alone, the CPU alone, both together, and what a hand-off costs beside its bytes.
+"""Measures what the cost model needs: the link alone, the CPU alone, both together, what the experts' own kernels read over the
+link, and what a hand-off costs beside its bytes.
 
 Everything is measured with what serving uses: the same kernels, the same executor, the same kind of memory.
 """
@@ -15,6 +16,7 @@ import torch
 
 from engine.device.base import Device
 from engine.errors import DeviceError
+from engine.gpu.direct import LEAST_ROWS, DirectReads, fitted, rate_and_cost
 from engine.kernels import plain
 from engine.moe.cost import ASSUMED, Rates
 from engine.moe.handoff import Executor, Mailbox, start_executor
@@ -49,19 +51,21 @@ class CpuSide:
         # Layers of as many experts as one request can name, so that requests walk through the whole bank.
         self.layers = bank.rows // TOP_K
         self._executor: Executor = start_executor(self.box, bank, TOP_K)
-        self._counts = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
+        self._counts, self._shares = torch.tensor([0, 1, 0, 0], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self._next = 0
 
-    def ask(self, tokens: int, experts: int) -> None:
-        """Send a request for `experts` different experts, each with `tokens` tokens."""
+    def ask(self, tokens: int, experts: int, taken: int = 0) -> None:
+        """Send a request for `experts` different experts, each with `tokens` tokens, without their last `taken` inner rows."""
+        self._shares.fill_(taken)
         ids = torch.full((tokens, TOP_K), -1, dtype=torch.int32)
         ids[:, :experts] = torch.arange(experts, dtype=torch.int32)
         weights = torch.full((tokens, TOP_K), 1 / TOP_K)
         x = torch.ones(tokens, self.bank.record.hidden, dtype=self.bank.record.dtype)
         box, layer = self.box, self._next % self.layers
+        request = (box.request, box.x, box.ids, box.weights)
         self._next += 1
         self._executor.wake()
-        plain.publish(x, ids, weights, self._counts, box.epoch, layer, box.request, box.x, box.ids, box.weights)
+        plain.publish(x, ids, weights, self._counts, self._shares, box.epoch, layer, *request)
 
     def wait(self) -> None:
         plain.wait_reply(self._counts, self.box.epoch, self.box.reply, WAIT_US, self.box.status)
@@ -71,11 +75,11 @@ class CpuSide:
     def answered(self) -> bool:
         return int(self.box.reply[0]) == int(self.box.epoch[0])
 
-    def request_ns(self, tokens: int, experts: int, seconds: float) -> int:
+    def request_ns(self, tokens: int, experts: int, seconds: float, taken: int = 0) -> int:
         """Median time that such a request takes the executor, without the asking, which is slow in Python."""
         times, until = [], time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < until:
-            self.ask(tokens, experts)
+            self.ask(tokens, experts, taken)
             self.wait()
             times.append(self.box.busy_ns)
         return sorted(times)[len(times) // 2]
@@ -157,7 +161,9 @@ def measure(
         tell("the CPU alone")
         cpu = measure_cpu(side, seconds)
         tell("link and CPU together")
-        both_link, both_cpu = _together(device, fetch, count * record, side, seconds)
+        both_link, both_cpu = together(device, fetch, count * record, side, seconds)
+        tell("parts of experts")
+        direct_mbs, direct_ns = _direct(device, DirectReads(device, ops, bank, TOP_K), side, seconds)
     finally:
         side.close()
     tell("matrix products")
@@ -171,10 +177,24 @@ def measure(
         handoff_ns=cpu.handoff_ns,
         cpu_tokens=cpu.cpu_tokens,
         gpu_gflops=_gflops(device, bank.record.dtype, seconds / 2),
+        direct_mbs=direct_mbs,
+        direct_ns=direct_ns,
     )
 
 
-def _together(device: Device, fetch: Callable[[], None], nbytes: int, side: CpuSide, seconds: float) -> tuple[int, int]:
+def _direct(device: Device, reads: DirectReads, side: CpuSide, seconds: float) -> tuple[int, int]:
+    """Rate and fixed cost of reading parts of experts while the CPU works; 0 for experts too small to be divided."""
+    if reads.inter < 2 * LEAST_ROWS:
+        return 0, 0
+    seen = {}
+    for rows in fitted(reads.inter):
+        reads.use(rows)
+        rate, _ = together(device, reads.replay, reads.nbytes(rows), side, seconds / 2)
+        seen[rows] = reads.nbytes(rows) * 1000 // rate // reads.calls
+    return rate_and_cost(reads.record_bytes, reads.inter, seen)
+
+
+def together(device: Device, fetch: Callable[[], None], nbytes: int, side: CpuSide, seconds: float) -> tuple[int, int]:
     """Rates of both while both work: one batch of fetches after another, and requests without a pause beside them."""
     fetches, began = 0, time.perf_counter_ns()
     before = side.done()

@@ -13,7 +13,7 @@ import torch
 
 from engine.attention.base import Attention
 from engine.device.tape import Lane, Tape
-from engine.gpu.experts import WAIT_LIMIT_US, ExpertPool
+from engine.gpu.experts import WAIT_LIMIT_US, ExpertPool, Reads
 from engine.gpu.tables import DecodeTables
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.linear import Linear
@@ -54,8 +54,8 @@ class DecodeStep:
     """Records a model's step for `rows` sequences. See layers/step.py for the contract.
 
     Values between operations: norm gives a tensor, a mixer's result waits as the `delta` of the next norm. `ops`: a set of
-    kernels (kernels/plain/). experts: None for a model without any. fetching: False for steps whose table fetches nothing; they
-    have no side lane.
+    kernels (kernels/plain/). experts: None for a model without any. reads: what the steps' table brings over the link; steps
+    that read nothing have no side lane, and those that read whole experts alone do not look for parts.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class DecodeStep:
         kv: KvPools,
         states: RecurrentPools,
         rope: RopeTable,
-        fetching: bool = True,
+        reads: Reads = Reads.WHOLE,
     ) -> None:
         self.tape = Tape()
         self.rows = rows
         self._spec, self._ops, self._tables, self._buffers = spec, ops, tables, buffers
         self._experts, self._kv, self._states, self._rope = experts, kv, states, rope
-        self._fetching = fetching
+        self._reads = reads
         self._delta: torch.Tensor | None = None
         self.logits_out = buffers.get("logits", rows, spec.vocab_size, torch.float32)
         self.tape.add(tables.send)
@@ -181,17 +181,27 @@ class DecodeStep:
             lambda: ops.admit(experts.state, ordinal, ids, experts.table, here, coming, there, experts.work, experts.counts)
         )
         request = (box.request, box.x, box.ids, box.weights)
-        tape.add(lambda: ops.publish(x, there, weights, experts.counts, box.epoch, ordinal, *request))
-        if self._fetching:
+        tape.add(lambda: ops.publish(x, there, weights, experts.counts, experts.shares, box.epoch, ordinal, *request))
+        fetched = None
+        if self._reads:
             tape.fork()
             tape.add(lambda: ops.stamp(experts.clock, experts.counts, True), Lane.SIDE)
             tape.add(lambda: ops.fetch(experts.bank.bytes, experts.memory, experts.work, experts.counts), Lane.SIDE)
             tape.add(lambda: ops.stamp(experts.clock, experts.counts, False), Lane.SIDE)
+            fetched = tape.mark(Lane.SIDE)
+        if self._reads is Reads.PARTS:
+            # After the fetches, so that what came whole is computed meanwhile. Straight to the residual stream, which nothing
+            # else touches before the lanes join.
+            host, taken = experts.host_layer(ordinal), self._get("taken_inner", inner.numel() // rows).view(inner.shape)
+            whose = (x, there, weights, experts.counts, experts.shares)
+            tape.add(lambda: ops.bank_experts(*whose, host.gate_up, host.down, taken, residual), Lane.SIDE)
         tape.add(lambda: ops.slot_experts(x, here, weights, bank.gate_up, bank.down, inner, routed, False))
         shared = self._shared(x, layer)
-        if self._fetching:
-            tape.join()
+        if fetched is not None:
+            tape.wait(fetched, Lane.MAIN)
             tape.add(lambda: ops.slot_experts(x, coming, weights, bank.gate_up, bank.down, inner, routed, True))
+        if self._reads is Reads.PARTS:
+            tape.join()
         tape.add(lambda: ops.wait_reply(experts.counts, box.epoch, box.reply, WAIT_LIMIT_US, box.status))
         merge(shared, cpu=True)
 

@@ -6,6 +6,7 @@ Knows bytes and where they lie; the steps (decode.py, prefill.py) say what runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Literal
 
 import torch
@@ -28,12 +29,21 @@ WAIT_LIMIT_US = 5_000_000
 a few cores, takes a tenth of it."""
 
 
+class Reads(IntEnum):
+    """What a decode step brings over the link: nothing, whole experts, or also the last rows of those that the CPU computes."""
+
+    NOTHING = 0
+    WHOLE = 1
+    PARTS = 2
+
+
 class ExpertPool:
     """slots over all layers, or every expert resident.
 
     bank: records of flat ids, layer · experts + expert; its memory is given back if all are resident. memory: uint8 [room,
     record bytes], for all slots that there may be; slots: how many there are now, None = all. top_k: choices of a token.
     max_rows: of a decode step. rates: as measured. mode: how decode misses are divided, "auto" = by what is seen to be fastest.
+    divide: whether experts may be divided, too.
     """
 
     def __init__(
@@ -48,10 +58,12 @@ class ExpertPool:
         rates: Rates = ASSUMED,
         mode: Mode | Literal["auto"] = "auto",
         slots: int | None = None,
+        divide: bool = True,
     ) -> None:
         self.device, self.bank, self.memory = device, bank, memory
         self.experts, self.top_k = experts, top_k
         self.layers = bank.rows // experts
+        self._divide = divide
         self.room = len(memory)
         self.weights: ExpertBank = bank.record.views(memory)
         place = device.torch_device
@@ -64,12 +76,15 @@ class ExpertPool:
         most = max(1, min(max_rows * top_k, experts, self.room))
         self.work = torch.zeros(most, 2, dtype=torch.int32, device=place)
         self.table = torch.zeros(max_rows * top_k + 1, dtype=torch.int32, device=place)
-        self._no_fetches = torch.zeros_like(self.table)
+        # Of m misses, how many inner rows of each expert on the CPU the device computes itself, over the link.
+        self.shares = torch.zeros_like(self.table)
+        self.no_shares = torch.zeros(1, dtype=torch.int32, device=place)
+        self._no_fetches = (torch.zeros_like(self.table), torch.zeros_like(self.table), Reads.NOTHING)
         self.box = Mailbox(device, HANDOFF_TOKENS, bank.record.hidden, top_k, bank.record.dtype)
         self.nothing = torch.zeros(HANDOFF_TOKENS, bank.record.hidden, device=place)
-        self.split = MissSplit(rates, bank.record.nbytes, top_k, max_rows, mode)
-        self._tables: dict[tuple[Mode, int], torch.Tensor] = {}
-        self._current: torch.Tensor | None = None
+        self.split = MissSplit(rates, bank.record.nbytes, top_k, max_rows, mode, self.divisible)
+        self._tables: dict[tuple[Mode, int], tuple[torch.Tensor, torch.Tensor, Reads]] = {}
+        self._current: tuple[torch.Tensor, torch.Tensor, Reads] | None = None
         self._executor: Executor | None = None
         if self.resident:
             for rows in bank.runs(0, bank.rows):
@@ -97,9 +112,25 @@ class ExpertPool:
         rows = slice(ordinal * self.experts, (ordinal + 1) * self.experts)
         return ExpertBank(self.weights.gate_up[rows], self.weights.down[rows])
 
-    def use_table(self, rows: int, fetching: bool = True) -> bool:
-        """Set how many misses of a layer the next decode steps of this many rows fetch; graphs stay. fetching False: none, for
-        while a pass streams: the link is busy, and owners must not change. Returns whether any number of misses is fetched."""
+    def host_layer(self, ordinal: int) -> ExpertBank:
+        """The experts of one layer where they lie in host memory."""
+        return self.bank.record.views(self.bank.bytes[ordinal * self.experts : (ordinal + 1) * self.experts])
+
+    @property
+    def divisible(self) -> int:
+        """Inner rows that may be divided: none if a part of the bank is out of the device's reach."""
+        return self.bank.record.inter if self._divide and self.bank.pinned_rows == self.bank.rows else 0
+
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """Every kind of step that may come by the present rates."""
+        if self.resident:
+            return (Reads.NOTHING,)
+        return tuple(Reads) if self.split.divides else (Reads.NOTHING, Reads.WHOLE)
+
+    def use_table(self, rows: int, fetching: bool = True) -> Reads:
+        """Set how the next decode steps of this many rows divide a layer's misses; graphs stay. fetching False: all to the CPU,
+        for while a pass streams: the link is busy, and owners must not change. Returns what the device reads."""
         if not fetching:
             chosen = self._no_fetches
         else:
@@ -107,25 +138,28 @@ class ExpertPool:
             if key not in self._tables:
                 values = self.split.table(*key)
                 full = [values[min(m, len(values) - 1)] for m in range(len(self.table))]
-                assert all(0 <= q <= m for m, q in enumerate(full))
-                made = torch.tensor(full, dtype=torch.int32).to(self.table.device) if any(full) else self._no_fetches
-                self._tables[key] = made
+                assert all(0 <= q <= m and 0 <= r < self.bank.record.inter and r % 16 == 0 for m, (q, r) in enumerate(full))
+                made = torch.tensor(full, dtype=torch.int32).t().contiguous().to(self.table.device)
+                kind = Reads.PARTS if any(r for _, r in full) else Reads.WHOLE
+                self._tables[key] = (made[0], made[1], kind) if any(q or r for q, r in full) else self._no_fetches
             chosen = self._tables[key]
         if chosen is not self._current:
-            self.table.copy_(chosen)
+            self.table.copy_(chosen[0])
+            self.shares.copy_(chosen[1])
             self._current = chosen
-        return chosen is not self._no_fetches
+        return chosen[2]
 
-    def set_table(self, table: Sequence[int]) -> None:
-        """Always fetch so many of m misses, whatever was measured; the last entry serves every larger m."""
-        self.split.fix(tuple(table))
+    def set_table(self, table: Sequence[int], taken: int = 0) -> None:
+        """Always fetch so many of m misses, whatever was measured; the last entry serves every larger m. taken: inner rows of
+        each of the other experts that the device computes, a multiple of 16."""
+        self.split.fix(tuple((q, taken if self.divisible else 0) for q in table))
         self._tables.clear()
 
     def use_mode(self, mode: Mode | Literal["auto"], rates: Rates | None = None) -> None:
         """Divide decode misses in this way from the next step on, with other rates if they are given."""
         split = self.split
         chosen = split.rates if rates is None else rates
-        self.split = MissSplit(chosen, self.bank.record.nbytes, self.top_k, split.max_rows, mode)
+        self.split = MissSplit(chosen, self.bank.record.nbytes, self.top_k, split.max_rows, mode, self.divisible)
         self._tables.clear()
 
     def stepped(self, rows: int, step_ns: int) -> None:

@@ -150,7 +150,7 @@ class ExpertPass:
     def _ask(self, tape: Tape, layer: int, x: torch.Tensor, there: torch.Tensor, weights: torch.Tensor, rows: slice) -> None:
         pool, box = self._pool, self._pool.box
         request = (box.request, box.x, box.ids, box.weights)
-        args = (x[rows], there[rows], weights[rows], pool.counts, box.epoch, layer, *request)
+        args = (x[rows], there[rows], weights[rows], pool.counts, pool.no_shares, box.epoch, layer, *request)
         pool.wake()
         tape.add(lambda: self._ops.publish(*args))
 

@@ -156,6 +156,7 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
                 rates,
                 mode,
                 sizes.slots,
+                config.divide_experts,
             )
             moved = replace(moved, spec=replace(moved.spec, slots=None if pool.resident else pool.slots))
     except torch.OutOfMemoryError as error:
@@ -299,12 +300,13 @@ def _lines(
         else:
             rates = pool.split.rates
             known = "assumed" if rates == ASSUMED else "measured"
+            fetched, taken = pool.split.table("hybrid", 1)[spec.top_k]
             pinned = f"{_gb(bank.pinned_rows * bank.record.nbytes)} of {_gb(bank.nbytes)} pinned"
             lines.append(f"experts: {share}; the host holds all of them, {pinned}")
             lines.append(
                 f"rates, {known}: link {rates.link_mbs / 1000:.1f} GB/s, CPU {rates.cpu_mbs / 1000:.1f} GB/s, together "
                 f"{rates.both_link_mbs / 1000:.1f} + {rates.both_cpu_mbs / 1000:.1f}; of {spec.top_k} misses of a token "
-                f"{pool.split.table('hybrid', 1)[spec.top_k]} are fetched"
+                f"{fetched} are fetched, and {taken} of {bank.record.inter} inner rows of the others are read over the link"
             )
     return tuple(lines)
 

@@ -18,7 +18,7 @@ from engine.device.base import Device, Graph
 from engine.elastic.memory import Memory
 from engine.errors import DeviceError
 from engine.gpu.decode import Buffers, DecodeStep
-from engine.gpu.experts import ExpertPool
+from engine.gpu.experts import ExpertPool, Reads
 from engine.gpu.experts_pass import ExpertPass
 from engine.gpu.prefill import PrefillStep
 from engine.gpu.tables import DecodeTables
@@ -62,7 +62,7 @@ class GpuModel:
             flops = 2 * dense_weights(decoder) // len(decoder.layers)
             self.expert_pass = ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers, flops)
         self._tables: DecodeTables | None = None
-        self._graphs: dict[tuple[int, bool], tuple[Graph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, Reads], tuple[Graph, torch.Tensor]] = {}
         self._pools: tuple[KvPools, RecurrentPools] | None = None
         self._sizes = graph_sizes(max_rows)
         decoder.rope.reach(max_context)
@@ -127,10 +127,9 @@ class GpuModel:
     def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
         """Capture every graph now: the first token of the first request does not wait for it."""
         self._bind(kv, states)
-        kinds = (False, True) if self.experts is not None and not self.experts.resident else (False,)
         for size in self._sizes:
-            for fetching in kinds:
-                self._graph(size, fetching)
+            for reads in (Reads.NOTHING,) if self.experts is None else self.experts.reads:
+                self._graph(size, reads)
 
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         """See models/base.Staged."""
@@ -141,15 +140,15 @@ class GpuModel:
             ids = torch.arange(length) % self.spec.vocab_size
             self.forward(ForwardBatch(ids, torch.arange(length), (seq,), torch.tensor([length - 1])), kv, states)
 
-    def _graph(self, rows: int, fetching: bool) -> tuple[Graph, torch.Tensor]:
-        """Of the least size ≥ rows. fetching: whether misses may be fetched."""
-        key = (next(size for size in self._sizes if size >= rows), fetching)
+    def _graph(self, rows: int, reads: Reads) -> tuple[Graph, torch.Tensor]:
+        """Of the least size ≥ rows."""
+        key = (next(size for size in self._sizes if size >= rows), reads)
         if key not in self._graphs:
             assert self._pools is not None
             assert self._tables is not None
             pools, rope = self._pools, self._decoder.rope
             step = DecodeStep(
-                key[0], self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *pools, rope, fetching
+                key[0], self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *pools, rope, reads
             )
             self._decoder.run(step)
             self._tables.fill(torch.zeros(0, dtype=torch.int64), ())  # capturing runs the step once: on no sequence
@@ -163,11 +162,11 @@ class GpuModel:
         most = self._sizes[-1]
         for first in range(0, len(seqs), most):
             part = seqs[first : first + most]
-            fetching = False
+            reads = Reads.NOTHING
             if self.experts is not None and self.expert_pass is not None and not self.experts.resident:
-                fetching = self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
+                reads = self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
                 self.experts.wake()
-            graph, logits = self._graph(len(part), fetching)
+            graph, logits = self._graph(len(part), reads)
             assert self._tables is not None
             self._tables.fill(tokens[first : first + most], part)
             began = time.perf_counter_ns()

@@ -15,7 +15,7 @@ import torch
 from engine.errors import EngineError, ShapeMismatch
 from engine.kernels import native, records
 from engine.kernels.native import ISAS, OUTPUTS, ROWS, SEQS
-from engine.kernels.reference import combine, delta_gates
+from engine.kernels.reference import WHOLE, combine, delta_gates
 
 NAME: Final = "cpu"
 
@@ -237,9 +237,9 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def experts_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, part: slice = WHOLE) -> Tensor:
     out = torch.empty(x.shape[0], x.shape[1], dtype=torch.float32)
-    run(records.experts, x, ids, weights, gate_up, down, out, x.shape[0])
+    run(records.experts, x, ids, weights, gate_up, down, out, x.shape[0], part=part)
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 FILE_NAME: Final = "libagentserve_cpu.so"
 
 # struct asv_op: code, flags, 14 pointers, 14 integers, 4 floats.

@@ -134,23 +134,31 @@ def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tens
     return ids.int(), weights
 
 
-def expert_outputs(x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
+WHOLE = slice(None)
+
+
+def expert_outputs(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, out: torch.Tensor, part: slice = WHOLE
+) -> None:
     """down(silu(gate x) · up x) of each chosen expert, before weighting; entries of ids that are −1 are left alone.
 
     x: [tokens, hidden]. ids: int32 [tokens, top_k]. gate_up: [rows, 2·inter, hidden], gate above up. down:
         [rows, hidden, inter].
-    out: f32 [tokens, top_k, hidden].
+    out: f32 [tokens, top_k, hidden]. part: of the inner rows, those that are computed; the parts of a whole add up.
     """
-    inter = down.shape[2]
     if x.shape[0] == 1:
         first = torch.zeros(1, dtype=torch.long)
         pairs = [(e, first, torch.tensor([j])) for j, e in enumerate(ids[0].tolist()) if e >= 0]
     else:
         pairs = [(e, *torch.where(ids == e)) for e in torch.unique(ids).tolist() if e >= 0]
     for e, token, choice in pairs:
-        both = F.linear(x[token], gate_up[e])
-        inner = F.silu(both[:, :inter].float()) * both[:, inter:].float()
-        out[token, choice] = F.linear(inner.to(x.dtype), down[e]).float()
+        if part == WHOLE:
+            both, last = F.linear(x[token], gate_up[e]), down[e]
+        else:
+            both, last = F.linear(x[token], gate_up[e].unflatten(0, (2, -1))[:, part].flatten(0, 1)), down[e][:, part]
+        half = last.shape[1]
+        inner = F.silu(both[:, :half].float()) * both[:, half:].float()
+        out[token, choice] = F.linear(inner.to(x.dtype), last).float()
 
 
 def combine(expert_out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -165,11 +173,16 @@ def combine(expert_out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def experts_forward(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    part: slice = WHOLE,
 ) -> torch.Tensor:
     """The routed experts of one layer. ids of −1 count as zero. Arguments as above. Returns f32 [tokens, hidden]."""
     out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
-    expert_outputs(x, ids, gate_up, down, out)
+    expert_outputs(x, ids, gate_up, down, out, part)
     return combine(out, weights)
 
 

@@ -5,6 +5,10 @@ With m misses of S bytes, q of them fetched over the link and the rest computed 
 
     max(hits · S / B_hbm, q · S / B_link + q · S / B_hbm + t_copy, (m − q) · S / B_cpu + t_handoff) + t_merge
 
+Of what is left to the CPU the device may take the last r of an expert's I inner rows, which it reads over the link and does not
+keep: after its fetches (m − q) · S · r / I / B_direct + t_direct more for the link, as much less for the CPU. Where B_direct
+was not measured no expert is divided.
+
 Link and CPU read the same memory, so where both work their rates are those measured together.
 """
 
@@ -24,7 +28,8 @@ class Rates:
     copy: what copy engines move; both_*: link and CPU while the other works too. *_ns: fixed costs of a layer.
 
     cpu_tokens: tokens of an expert that the CPU computes in the time in which it reads the expert. gpu_gflops: of the device's
-    matrix products with many rows.
+    matrix products with many rows. direct_mbs: what the experts' own kernels read from pinned memory while the CPU works,
+    beside direct_ns for each layer; 0 = not known.
     """
 
     hbm_mbs: int
@@ -38,16 +43,19 @@ class Rates:
     merge_ns: int = 4_000
     cpu_tokens: int = 8
     gpu_gflops: int = 50_000
+    direct_mbs: int = 0
+    direct_ns: int = 0
 
     def refitted(self, link_mbs: int | None, cpu_mbs: int | None) -> Rates:
-        """With rates seen while serving (both paths at work) taken in by a quarter, so that one bad window decides nothing."""
+        """With rates seen while serving (both paths at work) taken in by a quarter, so that one bad window decides nothing.
+        What kernels read directly follows the link, over which it comes."""
 
         def toward(old: int, seen: int | None) -> int:
             return old if seen is None else max(1, (3 * old + seen) // 4)
 
-        return replace(
-            self, both_link_mbs=toward(self.both_link_mbs, link_mbs), both_cpu_mbs=toward(self.both_cpu_mbs, cpu_mbs)
-        )
+        link = toward(self.both_link_mbs, link_mbs)
+        direct = max(min(1, self.direct_mbs), self.direct_mbs * link // max(1, self.both_link_mbs))
+        return replace(self, both_link_mbs=link, both_cpu_mbs=toward(self.both_cpu_mbs, cpu_mbs), direct_mbs=direct)
 
 
 ASSUMED = Rates(hbm_mbs=500_000, link_mbs=20_000, copy_mbs=22_000, cpu_mbs=30_000, both_link_mbs=18_000, both_cpu_mbs=22_000)
@@ -58,30 +66,68 @@ def _ns(nbytes: int, mbs: int) -> int:
     return nbytes * NS_PER_US // max(1, mbs)
 
 
-def layer_ns(rates: Rates, record_bytes: int, hits: int, misses: int, fetched: int) -> int:
-    """The formula above."""
+def layer_ns(rates: Rates, record_bytes: int, hits: int, misses: int, fetched: int, taken: int = 0, inter: int = 1) -> int:
+    """The formula above. taken: r, of inter."""
     on_cpu = misses - fetched
-    both = fetched > 0 and on_cpu > 0
+    both = on_cpu > 0 and (fetched > 0 or taken > 0)
     link = rates.both_link_mbs if both else rates.link_mbs
     cpu = rates.both_cpu_mbs if both else rates.cpu_mbs
     arriving = fetched * (_ns(record_bytes, link) + _ns(record_bytes, rates.hbm_mbs)) + rates.copy_ns if fetched else 0
-    computing = on_cpu * _ns(record_bytes, cpu) + rates.handoff_ns if on_cpu else 0
+    if on_cpu and taken:
+        arriving += on_cpu * _ns(record_bytes, rates.direct_mbs) * taken // inter + rates.direct_ns
+    computing = on_cpu * _ns(record_bytes, cpu) * (inter - taken) // inter + rates.handoff_ns if on_cpu else 0
     return max(hits * _ns(record_bytes, rates.hbm_mbs), arriving, computing) + rates.merge_ns
 
 
-def decode_table(rates: Rates, record_bytes: int, most: int, active: int) -> tuple[int, ...]:
-    """q*: of m misses, how many to fetch, for m = 0 … most. active: experts of a layer in a step; where two are equally fast
-    the larger one, since what is fetched may be hit later."""
-    # layer_ns for every m and q at once: a prefill of many experts asks for tens of thousands.
+SHARE_ROWS = 64
+"""Inner rows are divided in steps of so many: rows of down are then read in whole cache lines, as gate and up always are."""
+Division = tuple[int, int]
+"""Of some misses, how many are fetched, and how many inner rows of each of the others the device computes over the link."""
+
+
+@lru_cache(maxsize=64)
+def divisions(rates: Rates, record_bytes: int, most: int, active: int, inter: int) -> tuple[Division, ...]:
+    """The best for m = 0 … most. active: experts of a layer in a step; where some are equally fast that which fetches most,
+    since what is fetched may be hit later, and of those the one that takes fewest rows. inter: of an expert, 0 = never divided.
+    A division below whole experts is never slower by the formula than the best of whole ones, which is among those compared.
+    It fetches one at least wherever that one would fetch: tables that never fetch leave in the slots what was there, and with
+    locality that costs more than any division gains (docs/lab-notes.md).
+    """
     q, m = np.arange(most + 1, dtype=np.int64)[None, :], np.arange(most + 1, dtype=np.int64)[:, None]
+    best, chosen = None, np.zeros((most + 1, 2), dtype=np.int64)
+    floor = np.zeros_like(m)
+    for taken in range(0, max(1, inter) if rates.direct_mbs else 1, SHARE_ROWS):
+        cost = _costs(rates, record_bytes, m, q, active, taken, max(1, inter))
+        cost[q < floor] = np.iinfo(np.int64).max
+        fetched = most - np.argmin(cost[:, ::-1], axis=1)
+        least = np.take_along_axis(cost, fetched[:, None], axis=1)[:, 0]
+        if not taken:
+            floor = np.minimum(1, fetched)[:, None]
+        better = least >= 0 if best is None else (least < best) | ((least == best) & (fetched > chosen[:, 0]))
+        best = least if best is None else np.minimum(best, least)
+        chosen[better] = np.stack([fetched, np.full_like(fetched, taken)], axis=1)[better]
+    return tuple((int(fetched), int(taken)) for fetched, taken in chosen)
+
+
+def decode_table(rates: Rates, record_bytes: int, most: int, active: int) -> tuple[int, ...]:
+    """q*: of m misses, how many to fetch, for m = 0 … most, if experts are not divided. See `divisions`."""
+    return tuple(fetched for fetched, _ in divisions(rates, record_bytes, most, active, 0))
+
+
+def _costs(rates: Rates, record_bytes: int, m: np.ndarray, q: np.ndarray, active: int, taken: int, inter: int) -> np.ndarray:
+    """layer_ns without t_merge for every m and q at once: a prefill of many experts asks for tens of thousands."""
     on_cpu, read = m - q, _ns(record_bytes, rates.hbm_mbs)
-    arrival = np.where(on_cpu > 0, _ns(record_bytes, rates.both_link_mbs), _ns(record_bytes, rates.link_mbs)) + read
-    computation = np.where(q > 0, _ns(record_bytes, rates.both_cpu_mbs), _ns(record_bytes, rates.cpu_mbs))
-    arriving = np.where(q > 0, q * arrival + rates.copy_ns, 0)
-    computing = np.where(on_cpu > 0, on_cpu * computation + rates.handoff_ns, 0)
+    both = (on_cpu > 0) & ((q > 0) | (taken > 0))
+    link = np.where(both, _ns(record_bytes, rates.both_link_mbs), _ns(record_bytes, rates.link_mbs))
+    cpu = np.where(both, _ns(record_bytes, rates.both_cpu_mbs), _ns(record_bytes, rates.cpu_mbs))
+    arriving = np.where(q > 0, q * (link + read) + rates.copy_ns, 0)
+    if taken:
+        direct = _ns(record_bytes, rates.direct_mbs)
+        arriving += np.where(on_cpu > 0, on_cpu * direct * taken // inter + rates.direct_ns, 0)
+    computing = np.where(on_cpu > 0, on_cpu * cpu * (inter - taken) // inter + rates.handoff_ns, 0)
     cost = np.maximum(np.maximum(arriving, computing), np.maximum(0, active - m) * read)
     cost[on_cpu < 0] = np.iinfo(np.int64).max
-    return tuple(int(best) for best in most - np.argmin(cost[:, ::-1], axis=1))
+    return cost
 
 
 @lru_cache(maxsize=256)

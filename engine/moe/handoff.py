@@ -22,7 +22,7 @@ from engine.errors import DeviceError
 from engine.kernels import cpu, native, reference
 from engine.moe.host_bank import HostBank
 
-REQUEST_EPOCH, REQUEST_LAYER, REQUEST_TOKENS = 0, 4, 8
+REQUEST_EPOCH, REQUEST_LAYER, REQUEST_TOKENS, REQUEST_TAKEN = 0, 4, 8, 12
 REPLY_EPOCH, REPLY_STATUS, REPLY_BUSY_NS = 64, 68, 72
 PAYLOAD = 128
 _ALIGN = 256
@@ -209,7 +209,6 @@ class PlainExecutor:
     def __init__(self, box: Mailbox, bank: HostBank, experts: int) -> None:
         self._box, self._experts = box, experts
         self._bank = bank.record.views(bank.bytes)
-        self._record_bytes = bank.record.nbytes
         self._stopping = threading.Event()
         self._fault = (0, 0)
         self._served = self._busy_ns = self._bytes = 0
@@ -234,7 +233,7 @@ class PlainExecutor:
                 self._stopping.wait()
                 return
             began = time.monotonic_ns()
-            self._compute(int(request[1]), int(request[2]))
+            self._compute(int(request[1]), int(request[2]), int(request[3]))
             took = time.monotonic_ns() - began
             self._served += 1
             self._busy_ns += took
@@ -244,12 +243,18 @@ class PlainExecutor:
             reply[2:4].view("int64")[0] = took
             reply[0] = epoch
 
-    def _compute(self, layer: int, tokens: int) -> None:
+    def _compute(self, layer: int, tokens: int, taken: int) -> None:
         box, rows = self._box, slice(layer * self._experts, (layer + 1) * self._experts)
-        ids = box.ids[:tokens]
-        self._bytes += len([e for e in torch.unique(ids).tolist() if e >= 0]) * self._record_bytes
+        ids, inter = box.ids[:tokens], self._bank.down.shape[2]
+        used = len([e for e in torch.unique(ids).tolist() if e >= 0])
+        self._bytes += used * self._bank.record_bytes * (inter - taken) // inter
         out = reference.experts_forward(
-            box.x[:tokens], ids, box.weights[:tokens], self._bank.gate_up[rows], self._bank.down[rows]
+            box.x[:tokens],
+            ids,
+            box.weights[:tokens],
+            self._bank.gate_up[rows],
+            self._bank.down[rows],
+            slice(inter - taken),
         )
         box.out[:tokens] = out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from engine.moe.cost import Rates, decode_table
+from engine.moe.cost import Division, Rates, divisions
 from engine.moe.modes import Mode, ModeChoice
 
 log = logging.getLogger(__name__)
@@ -19,22 +19,34 @@ LEAST_BYTES = 64 << 20
 
 
 class MissSplit:
-    """One model. mode: "auto" = the fastest one seen, by batch size. See experts.ExpertPool for the other arguments."""
+    """One model. mode: "auto" = the fastest one seen, by batch size. inter: inner rows of an expert that may be divided between
+    link and CPU, 0 = none. See experts.ExpertPool for the other arguments."""
 
     def __init__(
-        self, rates: Rates, record_bytes: int, top_k: int, max_rows: int, mode: Mode | Literal["auto"] = "auto"
+        self,
+        rates: Rates,
+        record_bytes: int,
+        top_k: int,
+        max_rows: int,
+        mode: Mode | Literal["auto"] = "auto",
+        inter: int = 0,
     ) -> None:
         self.rates = rates
         self.max_rows = max_rows
-        self._record_bytes, self._top_k, self._most = record_bytes, top_k, max_rows * top_k
+        self._record_bytes, self._top_k, self._most, self._inter = record_bytes, top_k, max_rows * top_k, inter
         self._mode: Mode | Literal["auto"] = mode
-        self._fixed: tuple[int, ...] | None = None
+        self._fixed: tuple[Division, ...] | None = None
         self._choices: dict[int, ModeChoice] = {}
         self._steps = 0
         self._seen = (0, 0, 0, 0)
 
-    def fix(self, table: tuple[int, ...]) -> None:
+    def fix(self, table: tuple[Division, ...]) -> None:
         self._fixed = table
+
+    @property
+    def divides(self) -> bool:
+        """Whether tables may divide experts: the rate at which the device reads parts is known, and the mode lets it."""
+        return self._inter > 0 and self.rates.direct_mbs > 0 and self._mode in ("auto", "hybrid")
 
     def mode(self, rows: int) -> Mode:
         """What the next step of this many rows uses."""
@@ -42,13 +54,14 @@ class MissSplit:
             return self._choices.setdefault(rows, ModeChoice()).current
         return self._mode
 
-    def table(self, mode: Mode, rows: int) -> tuple[int, ...]:
-        """Of m misses of a layer, how many are fetched."""
+    def table(self, mode: Mode, rows: int) -> tuple[Division, ...]:
+        """Of m misses of a layer, how many are fetched, and how many inner rows of each other one the device takes from the
+        CPU; the last entry serves every larger m."""
         if self._fixed is not None:
             return self._fixed
         if mode == "hybrid":
-            return decode_table(self.rates, self._record_bytes, self._most, rows * self._top_k)
-        return tuple(range(self._most + 1)) if mode == "fetch" else (0,)
+            return divisions(self.rates, self._record_bytes, self._most, rows * self._top_k, self._inter)
+        return tuple((m, 0) for m in range(self._most + 1)) if mode == "fetch" else ((0, 0),)
 
     def stepped(self, rows: int, step_ns: int) -> bool:
         """A step took this long. True if it is time to look at what link and CPU did: see `refit`."""

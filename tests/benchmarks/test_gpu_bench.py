@@ -19,7 +19,8 @@ from rich.console import Console
 
 from benchmarks.gpu import summary
 from benchmarks.gpu.__main__ import MORE_TO_DO, main
-from benchmarks.gpu.bench import ARMS, TINY_SIZES, Bench, Sizes, one_lane
+from benchmarks.gpu.bench import ARMS, HYBRID, TINY_SIZES, WHOLE, Bench, Sizes, one_lane
+from benchmarks.gpu.calibration import parts
 from benchmarks.gpu.checkpoint import make
 from benchmarks.gpu.geometry import TINY
 from benchmarks.gpu.ideal import Lru, hit_rates, uniform_like
@@ -27,11 +28,14 @@ from benchmarks.gpu.play import Player, Words
 from benchmarks.gpu.results import Results
 from benchmarks.routing.policies import SlotCache, replay
 from benchmarks.routing.trace import Trace
+from engine.device.host import HostDevice
 from engine.device.tape import Lane, Tape
 from engine.engine import Engine
 from engine.errors import DeviceError
-from engine.kernels import cpu
+from engine.gpu.calibrate import synthetic_bank
+from engine.kernels import cpu, plain
 from engine.moe.cost import ASSUMED
+from engine.moe.host_bank import Record
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
@@ -70,9 +74,30 @@ def test_stages_run_and_are_not_run_again(directory, tmp_path, capsys):
         assert figures["walked_right"] is True
         assert set(figures["arms"]) == set(ARMS)
         arms = figures["arms"]
+        assert figures["hybrid_of_whole"]["n"] == 1
         assert arms["cpu"].get("fetched_of_misses", 0) == 0
         assert arms["fetch"].get("fetched_of_misses", 1) == 1
         assert figures["lru_hit_rate"] <= figures["belady_hit_rate"] <= 1
+
+
+def test_some_arms_alone_are_a_measurement_of_their_own(directory, tmp_path, capsys):
+    command = ["decode", "table", "--tiny", "--dir", str(directory), "--out", str(tmp_path), "--threads", "1", "--repeats", "1"]
+    command += ["--resident", "50", "--variants", "programmed", "--batches", "1", "--arms", HYBRID, WHOLE]
+    assert main(command) == 0
+    (line,) = [line for line in lines_of(directory) if line["workload"].get("arms")]
+    assert list(line["figures"]["arms"]) == [HYBRID, WHOLE]
+    assert line["workload"]["arms"] == f"{HYBRID}; {WHOLE}"
+    assert "hybrid ÷ whole experts, round by round, 1 at once" in capsys.readouterr().out
+
+
+def test_parts_of_one_expert_are_timed_on_both_sides(capsys):
+    made = synthetic_bank(Record(64, 64, torch.float32), 1 << 20)
+    made.pin(HostDevice(), None, lambda fraction, what: None)
+    found = parts(HostDevice(), plain, made, 0.01)
+    assert list(found) == ["16", "32", "64"], "sixteens of rows alone"
+    assert all(of[name] > 0 for of in found.values() for name in ("us", "us_beside_cpu", "cpu_us"))
+    (first, *_) = summary.parts_lines(found)
+    assert first.startswith("16 rows of one expert: ")
 
 
 def test_out_of_time_leaves_the_rest_for_the_same_command(directory, tmp_path, capsys):

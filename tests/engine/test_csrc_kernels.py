@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -246,6 +247,34 @@ def test_experts(dtype: torch.dtype, t: int, hidden: int, inter: int, n: int, to
         ids[::2, 0] = -1
     want = reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float())
     close(cpu.experts_forward(x, ids, weights, gate_up, down), want, dtype)
+
+
+@fast
+@given(t=st.integers(1, 40), hidden=st.integers(1, 90), inter=st.integers(1, 70), data=st.data())
+def test_the_parts_of_experts_add_up_and_each_reads_its_own_rows(
+    dtype: torch.dtype, t: int, hidden: int, inter: int, data: st.DataObject
+) -> None:
+    x, ids, weights, gate_up, down = expert_case(t, hidden, inter, 4, 2, dtype)
+    cuts = sorted({0, inter, *data.draw(st.sets(st.integers(0, inter), max_size=2))})
+    total = torch.zeros(t, hidden)
+    for first, stop in itertools.pairwise(cuts):
+        part = slice(first, stop)
+        mine = [gate_up.unflatten(1, (2, inter)).clone(), down.clone()]
+        outside = torch.ones(inter, dtype=torch.bool)
+        outside[part] = False
+        mine[0][:, :, outside], mine[1][:, :, outside] = float("nan"), float("nan")
+        got = cpu.experts_forward(x, ids, weights, mine[0].flatten(1, 2), mine[1], part)
+        args = (x.float(), ids, weights, gate_up.float(), down.float(), part)
+        close(got, reference.experts_forward(*args), dtype)
+        total += got
+    close(total, reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float()), dtype)
+
+
+@pytest.mark.parametrize("part", [slice(3, 3), slice(8, None), slice(0, 8, 2)])
+def test_a_part_without_rows_or_with_gaps_is_refused(part: slice) -> None:
+    x, ids, weights, gate_up, down = expert_case(1, 16, 8, 2, 1, torch.float32)
+    with pytest.raises(ShapeMismatch, match="no part of 8 inner rows"):
+        cpu.experts_forward(x, ids, weights, gate_up, down, part)
 
 
 def test_experts_add_a_residual_and_keep_a_token_independent_of_its_batch(dtype: torch.dtype) -> None:

@@ -13,13 +13,14 @@ from engine.kernels.plain.admission import admit, union
 from engine.kernels.plain.attention import attend_prepare, decode_attention, decode_scratch, prefill_attention
 from engine.kernels.plain.delta import conv, delta
 from engine.kernels.plain.dense import add_norm, gated_norm, gather, greedy, linear, merge, silu_mul
-from engine.kernels.plain.experts import group, grouped_experts, route, slot_experts
+from engine.kernels.plain.experts import bank_experts, group, grouped_experts, route, slot_experts
 from engine.kernels.plain.handoff import fetch, publish, stamp, wait_reply
 
 __all__ = [
     "add_norm",
     "admit",
     "attend_prepare",
+    "bank_experts",
     "conv",
     "decode_attention",
     "decode_scratch",

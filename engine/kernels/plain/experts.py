@@ -41,6 +41,26 @@ def slot_experts(
         out.copy_(total)
 
 
+def bank_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    inner: Tensor,
+    out: Tensor,
+) -> None:
+    """out f32 [T, H] += what the last shares[m] inner rows of the CPU's experts give, read from the host bank where they lie.
+
+    ids: int32 [T, k], rows of gate_up and down; counts[1] of them in all, of m = counts[3] misses. shares: int32 [n], its last
+    entry serves every larger m; multiples of 16. inner: scratch [T · k, I]."""
+    inter, taken = down.shape[2], int(shares[min(int(counts[3]), len(shares) - 1)])
+    if int(counts[1]) and taken:
+        out += reference.experts_forward(x, ids, weights, gate_up, down, slice(inter - taken, inter))
+
+
 def group(ids: Tensor, experts: int, order: Tensor, offsets: Tensor) -> None:
     """Pairs t · k + j sorted by expert: those of e are order[offsets[e] : offsets[e + 1]]. −1 is left out."""
     flat = ids.flatten().long()

@@ -31,6 +31,7 @@ def publish(
     ids: Tensor,
     weights: Tensor,
     counts: Tensor,
+    shares: Tensor,
     epoch: Tensor,
     layer: int,
     request: Tensor,
@@ -38,7 +39,10 @@ def publish(
     box_ids: Tensor,
     box_weights: Tensor,
 ) -> None:
-    """Ask the executor for the experts in ids (−1 = not its), if counts[1] says that there are any. The epoch comes last."""
+    """Ask the executor for the experts in ids (−1 = not its), if counts[1] says that there are any. The epoch comes last.
+
+    shares: int32 [n]; with m misses (counts[3]) the executor leaves out the last shares[m] inner rows of each expert: see
+    experts.bank_experts."""
     if not int(counts[1]):
         return
     tokens = len(x)
@@ -46,7 +50,7 @@ def publish(
     box_ids[:tokens] = ids
     box_weights[:tokens] = weights
     epoch += 1
-    request[1], request[2] = layer, tokens
+    request[1], request[2], request[3] = layer, tokens, shares[min(int(counts[3]), len(shares) - 1)]
     request[0] = int(epoch)
 
 

@@ -7,6 +7,7 @@ import torch
 from engine.errors import ShapeMismatch
 from engine.kernels import native
 from engine.kernels.records.build import bit, enough, expect, pointer, record, rows_whole, whole
+from engine.kernels.reference import WHOLE
 
 Tensor = torch.Tensor
 
@@ -35,14 +36,18 @@ def experts(
     out: Tensor,
     count: int,
     residual: Tensor | None = None,
+    part: slice = WHOLE,
 ) -> bytes:
     """out = Σ weight · down(silu(gate x) · up x) over each row's experts (+ residual), summed in f32. ids of −1 are skipped.
 
     x, out [rows, hidden]; ids int32, weights f32 [rows, top_k]; gate_up [E, 2·inter, hidden], down [E, hidden, inter], any
-    distance from one expert to the next.
+    distance from one expert to the next. part: as reference.experts_forward.
     """
     expect("gate_up", gate_up, None, None, None)
     n, twice, hidden = gate_up.shape
+    first, stop, step = part.indices(twice // 2)
+    if step != 1 or stop <= first:
+        raise ShapeMismatch(f"{part} is no part of {twice // 2} inner rows")
     expect("down", down, n, hidden, twice // 2)
     if gate_up.dtype != down.dtype:
         raise ShapeMismatch(f"gate_up is {gate_up.dtype}, down {down.dtype}")
@@ -61,11 +66,11 @@ def experts(
         pointer("x", x),
         whole("ids", ids, torch.int32),
         whole("weights", weights, torch.float32),
-        rows_whole("gate_up", gate_up),
-        rows_whole("down", down),
+        rows_whole("gate_up", gate_up) + first * hidden * gate_up.itemsize,
+        rows_whole("down", down) + first * down.itemsize,
         pointer("out", out),
         residual_at,
     )
     strides = (x.stride(0), out.stride(0), residual_stride, gate_up.stride(0), down.stride(0))
-    numbers = (count, hidden, twice // 2, ids.shape[1], n, *strides)
+    numbers = (count, hidden, stop - first, ids.shape[1], n, *strides, twice // 2)
     return record(native.EXPERTS, flags, pointers, numbers)

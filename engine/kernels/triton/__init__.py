@@ -21,12 +21,13 @@ from engine.kernels.triton.norm import add_norm, gated_norm
 from engine.kernels.triton.prepare import attend_prepare
 from engine.kernels.triton.route import route
 from engine.kernels.triton.rows import gather, merge, silu_mul
-from engine.kernels.triton.slot_experts import slot_experts
+from engine.kernels.triton.slot_experts import bank_experts, slot_experts
 
 __all__ = [
     "add_norm",
     "admit",
     "attend_prepare",
+    "bank_experts",
     "conv",
     "decode_attention",
     "decode_scratch",

@@ -78,7 +78,8 @@ def _stamp(clock, counts, host_ns, BEGIN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer", "tokens", "pairs"])
 def _publish(
-    x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights, layer, tokens, hidden, pairs, x_row, b_row,
+    x, ids, weights, counts, shares, epoch, request, box_x, box_ids, box_weights, layer, tokens, hidden, pairs, entries,
+    x_row, b_row,
     COPY: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(counts + 1) <= 0:
@@ -98,6 +99,7 @@ def _publish(
     now = tl.load(epoch) + 1
     tl.store(request + 1, layer)
     tl.store(request + 2, tokens)
+    tl.store(request + 3, tl.load(shares + tl.minimum(tl.load(counts + 3), entries - 1)))
     tl.debug_barrier()
     tl.store(epoch, now)
     _store_release(request, now)
@@ -129,6 +131,7 @@ def publish(
     ids: torch.Tensor,
     weights: torch.Tensor,
     counts: torch.Tensor,
+    shares: torch.Tensor,
     epoch: torch.Tensor,
     layer: int,
     request: torch.Tensor,
@@ -140,6 +143,8 @@ def publish(
 
     x: [T, H]. ids: int32 [T, k], −1 = not the CPU's. weights: f32 [T, k]. counts: int32 [4]. epoch: int32 [1] on the device.
     request: int32 [16], box_x [≥ T, H], box_ids and box_weights [≥ T, k]: mapped host memory. request[1] is the layer, [2] T.
+    shares: int32 [n], how many inner rows the device takes of each expert for m = counts[3] misses (the last entry serves every
+    larger m): request[3]. See slot_experts.bank_experts.
     """
     tokens, hidden = x.shape
     if box_x.shape[0] < tokens or box_x.shape[1] != hidden or box_ids.shape[1] != ids.shape[1] or ids.shape[0] != tokens:
@@ -155,8 +160,8 @@ def publish(
             x, counts, box_x, hidden, x.stride(0), box_x.stride(0), BLOCK=block,
         )  # fmt: skip
     launch(
-        _publish, (1,), x, ids, weights, counts, epoch, request, box_x, box_ids, box_weights,
-        layer, tokens, hidden, ids.numel(), x.stride(0), box_x.stride(0),
+        _publish, (1,), x, ids, weights, counts, shares, epoch, request, box_x, box_ids, box_weights,
+        layer, tokens, hidden, ids.numel(), len(shares), x.stride(0), box_x.stride(0),
         COPY=alone, BLOCK=block, PAIRS=min(512, config.power(ids.numel())), num_warps=4,
     )  # fmt: skip
 

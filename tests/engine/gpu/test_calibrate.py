@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.device.host import HostDevice
 from engine.errors import DeviceError
 from engine.gpu import calibrate, load
+from engine.gpu.direct import CALLS, LEAST_ROWS, DirectReads, fitted, rate_and_cost
+from engine.gpu.experts import Reads
 from engine.kernels import plain
 from engine.moe import profile
 from engine.moe.cost import ASSUMED, Rates
@@ -30,8 +35,16 @@ def bank(pinned: bool = True):
 def test_everything_is_measured_on_host_memory():
     device, told = HostDevice(), []
     rates = calibrate.measure(device, plain, bank(), device, 0.01, told.append)
-    assert all(getattr(rates, field.name) > 0 for field in fields(Rates) if field.name not in ("copy_ns", "merge_ns"))
-    assert told == ["the link alone", "the device's memory", "the CPU alone", "link and CPU together", "matrix products"]
+    fixed = ("copy_ns", "merge_ns", "direct_ns")
+    assert all(getattr(rates, field.name) > 0 for field in fields(Rates) if field.name not in fixed)
+    assert told == [
+        "the link alone",
+        "the device's memory",
+        "the CPU alone",
+        "link and CPU together",
+        "parts of experts",
+        "matrix products",
+    ]
 
 
 def test_without_a_device_the_cpu_is_measured_and_the_rest_assumed():
@@ -55,6 +68,52 @@ def test_a_request_reads_the_experts_that_it_names():
         side.close()
     assert read in (5 * 3 * 64 * 32 * 4, 5 * RECORD.nbytes)
     assert busy > 0
+
+
+def test_a_request_leaves_out_what_the_device_takes():
+    side = calibrate.CpuSide(bank(), HostDevice())
+    try:
+        side.request_ns(1, 4, 0.0, taken=8)
+        _, read = side.done()
+    finally:
+        side.close()
+    assert read in (3 * 4 * 3 * 64 * 24 * 4, 3 * 4 * RECORD.nbytes * 24 // 32)
+
+
+def test_every_call_reads_the_last_rows_of_an_expert_of_its_own():
+    made, read = bank(), []
+    record = RECORD.views(made.bytes)
+
+    def bank_experts(x, ids, weights, counts, shares, gate_up, down, inner, out):
+        first = 2 * RECORD.inter * RECORD.hidden * 4
+        at = (gate_up.data_ptr() - made.bytes.data_ptr()) // RECORD.nbytes
+        assert gate_up.data_ptr() == record.gate_up[at].data_ptr()
+        assert down.data_ptr() == gate_up.data_ptr() + first
+        assert int(counts[1]) == int((ids >= 0).sum()) == 1
+        read.append((at, int(shares[0])))
+
+    reads = DirectReads(HostDevice(), SimpleNamespace(bank_experts=bank_experts), made, 8)  # type: ignore[arg-type]
+    read.clear()
+    reads.use(16)
+    reads.replay()
+    assert read == [(row, 16) for row in range(min(CALLS, made.rows))]
+    assert reads.nbytes(16) == len(read) * RECORD.nbytes // 2
+
+
+@given(rate=st.integers(100, 10**5), fixed=st.integers(0, 10**5), inter=st.sampled_from([32, 64, 96, 512, 768, 1000, 2048]))
+def test_rate_and_cost_follow_from_two_times(rate, fixed, inter):
+    few, many = fitted(inter)
+    assert 0 < few < many <= inter
+    assert few % LEAST_ROWS == many % LEAST_ROWS == 0
+    seen = {rows: fixed + 6_000_000 * rows // inter * 1000 // rate for rows in (few, many)}
+    got_rate, got_fixed = rate_and_cost(6_000_000, inter, seen)
+    assert got_rate == pytest.approx(rate, rel=0.02)
+    assert got_fixed == pytest.approx(fixed, abs=max(20, 0.03 * seen[many]))
+
+
+@pytest.mark.parametrize("seen", [{64: 100, 256: 100}, {64: 200, 256: 100}, {64: 10, 256: 10_000}])
+def test_times_that_no_rate_explains_are_all_put_down_to_the_larger_part(seen):
+    assert rate_and_cost(1 << 20, 512, seen) == ((1 << 19) * 1000 // seen[256], 0)
 
 
 def test_rates_are_found_again_for_the_same_machine_and_record_alone(tmp_path):
@@ -105,6 +164,25 @@ def test_the_mode_decides_what_is_fetched(tmp_path_factory):
         experts.use_mode("hybrid", ASSUMED)
         experts.use_table(1)
         want = experts.split.table("hybrid", 1)
-        assert experts.table.tolist() == [want[min(m, len(want) - 1)] for m in range(len(experts.table))]
-        experts.use_table(1, fetching=False)
+        pairs = list(zip(experts.table.tolist(), experts.shares.tolist(), strict=True))
+        assert pairs == [want[min(m, len(want) - 1)] for m in range(len(experts.table))]
+        assert experts.use_table(1, fetching=False) is Reads.NOTHING
         assert not experts.table.any()
+        assert experts.reads == (Reads.NOTHING, Reads.WHOLE)
+        experts.use_mode("hybrid", replace(ASSUMED, direct_mbs=ASSUMED.link_mbs))
+        assert experts.reads == tuple(Reads)
+        experts.set_table((0, 1), taken=16)
+        assert experts.use_table(1) is Reads.PARTS
+        experts.set_table((0, 1))
+        assert experts.use_table(1) is Reads.WHOLE
+
+
+def test_a_setting_keeps_experts_whole(tmp_path_factory):
+    with offloaded(directory("qwen3_moe", tmp_path_factory), slots=6, divide_experts=False) as model:
+        experts = model.experts
+        assert experts is not None
+        assert experts.divisible == 0
+        experts.use_mode("hybrid", replace(ASSUMED, direct_mbs=ASSUMED.link_mbs))
+        assert experts.reads == (Reads.NOTHING, Reads.WHOLE)
+        experts.set_table((0,), taken=16)
+        assert experts.use_table(1) is Reads.NOTHING

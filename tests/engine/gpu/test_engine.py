@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import DeviceError, OutOfDeviceMemory, Unsupported
+from engine.gpu.experts import Reads
 from engine.gpu.model import GpuModel
 from engine.moe.cost import ASSUMED
 from engine.types import SamplingParams
@@ -169,6 +170,6 @@ def test_graphs_are_captured_before_the_first_request_and_touch_no_state(checkpo
     directory, _ = checkpoint
     with engine_on(directory, slots=6) as engine:
         model = engine.model
-        assert sorted(model._graphs) == [(rows, fetching) for rows in (1, 2, 4, 6) for fetching in (False, True)]  # type: ignore[attr-defined]
+        assert sorted(model._graphs) == [(rows, reads) for rows in (1, 2, 4, 6) for reads in (Reads.NOTHING, Reads.WHOLE)]  # type: ignore[attr-defined]
         assert all(bool(pool.isnan().all()) for pool in (*engine.store.kv.k, *engine.store.states.delta))
         assert model.experts.totals() == (0, 0, 0, 0)  # type: ignore[attr-defined]

@@ -36,10 +36,10 @@ def slots(model_type: str, resident: str) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fetches", [-1, 1, 0])
+@pytest.mark.parametrize(("fetches", "taken"), [(-1, 0), (1, 0), (0, 0), (0, 16), (1, 16)])
 @pytest.mark.parametrize("resident", RESIDENT)
 @pytest.mark.parametrize("model_type", TYPES)
-def test_logits_are_the_references_whatever_is_resident(model_type, resident, fetches, device, tmp_path_factory):
+def test_logits_are_the_references_whatever_is_resident(model_type, resident, fetches, taken, device, tmp_path_factory):
     where = directory(model_type, tmp_path_factory)
     want, state, lane = (
         reference(model_type, tmp_path_factory),
@@ -49,7 +49,7 @@ def test_logits_are_the_references_whatever_is_resident(model_type, resident, fe
     with offloaded(where, device, slots=slots(model_type, resident), host_seed=fetches + 5) as model:
         experts = model.experts
         assert experts is not None
-        experts.set_table(fetch_table(fetches, 8))
+        experts.set_table(fetch_table(fetches, 8), taken)
         own, mine = device_pools(model), Lane(PAGES, 1)
         for part in PARTS:
             (expected,) = step(want, state, [(lane, part)])

@@ -19,13 +19,13 @@ def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "prefill_splits", lambda blocks: 2)
 
 
-def check(model_type, fetches, parts, place):
+def check(model_type, fetches, parts, place, taken=0):
     want = reference(model_type, place)
     state, lane = pools(want.spec), Lane(PAGES, 1)
     with offloaded(directory(model_type, place), kernels="triton", slots=7) as model:
         experts = model.experts
         assert experts is not None
-        experts.set_table(fetch_table(fetches, 8))
+        experts.set_table(fetch_table(fetches, 8), taken)
         own, mine = device_pools(model), Lane(PAGES, 1)
         for part in parts:
             (expected,) = step(want, state, [(lane, part)])
@@ -40,6 +40,12 @@ def check(model_type, fetches, parts, place):
 @pytest.mark.slow
 def test_prefill_and_decode_are_the_references(tmp_path_factory):
     check("qwen3_5_moe", 1, [tokens(1, 1), tokens(9, 2), tokens(1, 3)], tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fetches", [0, 1])
+def test_the_device_takes_a_part_of_what_the_cpu_has(fetches, tmp_path_factory):
+    check("qwen3_5_moe", fetches, [tokens(1, 1), tokens(3, 2), tokens(1, 3)], tmp_path_factory, taken=16)
 
 
 @pytest.mark.slow

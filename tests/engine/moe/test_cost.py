@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from engine.moe.cost import (
     ASSUMED,
+    SHARE_ROWS,
     LayerPlan,
     Rates,
     decode_table,
+    divisions,
     expected_union,
     keepers,
     layer_ns,
@@ -27,7 +29,13 @@ from engine.moe.modes import MODES, WINDOW_STEPS, ModeChoice
 
 SERVER = Rates(hbm_mbs=4_000_000, link_mbs=50_000, copy_mbs=55_000, cpu_mbs=92_000, both_link_mbs=49_000, both_cpu_mbs=65_000)
 RECORD = 6_291_456
-rates = st.builds(Rates, *(st.integers(1, 10**6) for _ in range(6)), *(st.integers(0, 10**5) for _ in range(3)))
+rates = st.builds(
+    Rates,
+    *(st.integers(1, 10**6) for _ in range(6)),
+    *(st.integers(0, 10**5) for _ in range(3)),
+    direct_mbs=st.just(0) | st.integers(1, 10**6),
+    direct_ns=st.integers(0, 10**5),
+)
 
 
 def test_the_formula_on_a_layer_worked_out_by_hand():
@@ -44,6 +52,79 @@ def test_the_table_is_the_best_q_for_every_number_of_misses_and_the_larger_of_eq
         costs = [layer_ns(rates, record, max(0, active - m), m, other) for other in range(m + 1)]
         assert costs[q] == min(costs)
         assert all(cost > costs[q] for cost in costs[q + 1 :])
+
+
+@given(
+    rates=rates,
+    record=st.integers(1, 10**7),
+    most=st.integers(0, 12),
+    active=st.integers(0, 20),
+    inter=st.integers(0, 5 * SHARE_ROWS),
+)
+def test_no_division_is_better_than_the_tables_and_equals_fetch_most_and_take_least(rates, record, most, active, inter):
+    whole = decode_table(rates, record, most, active)
+    for m, chosen in enumerate(divisions(rates, record, most, active, inter)):
+        known = {
+            (q, taken): layer_ns(rates, record, max(0, active - m), m, q, taken, max(1, inter))
+            for q in range(m + 1)
+            for taken in range(0, max(1, inter), SHARE_ROWS)
+            if not taken or (min(1, whole[m]) <= q < m and rates.direct_mbs)
+        }
+        least = min(known.values())
+        assert chosen == max((d for d in known if known[d] == least), key=lambda d: (d[0], -d[1]))
+
+
+@given(
+    rates=rates,
+    record=st.integers(1, 10**7),
+    most=st.integers(0, 12),
+    active=st.integers(0, 20),
+    inter=st.integers(1, 12 * SHARE_ROWS),
+)
+def test_dividing_below_whole_experts_is_never_slower_by_the_models_own_figures(rates, record, most, active, inter):
+    whole = decode_table(rates, record, most, active)
+    for m, (q, taken) in enumerate(divisions(rates, record, most, active, inter)):
+        hits = max(0, active - m)
+        best = layer_ns(rates, record, hits, m, q, taken, inter)
+        assert best <= layer_ns(rates, record, hits, m, whole[m])
+        assert q >= min(1, whole[m])
+        assert 0 <= taken < inter
+        assert taken % SHARE_ROWS == 0
+
+
+@given(rates=rates, inter=st.integers(0, 5 * SHARE_ROWS))
+def test_experts_stay_whole_where_the_device_does_not_read_them_fast_enough(rates, inter):
+    for slow in (replace(rates, direct_mbs=0), replace(rates, direct_mbs=1, direct_ns=10**12)):
+        got = divisions(slow, RECORD, 8, 8, inter)
+        assert got == tuple((q, 0) for q in decode_table(slow, RECORD, 8, 8))
+
+
+def test_a_refit_takes_what_is_read_directly_along_with_the_link():
+    measured = replace(SERVER, direct_mbs=40_000)
+    assert measured.refitted(49_000 // 2, None).direct_mbs == pytest.approx(40_000 * 7 / 8, rel=0.001)
+    assert measured.refitted(None, 1).direct_mbs == 40_000
+    assert SERVER.refitted(1, 1).direct_mbs == 0
+    assert replace(SERVER, direct_mbs=1).refitted(1, 1).direct_mbs == 1
+
+
+def test_one_miss_is_divided_so_that_link_and_cpu_end_together():
+    measured = replace(SERVER, link_mbs=50_000, both_link_mbs=47_000, both_cpu_mbs=78_000, direct_mbs=47_000, direct_ns=3_000)
+    (fetched, taken) = divisions(measured, RECORD, 8, 8, 512)[1]
+    assert (fetched, taken) == (0, 192)
+    whole, parts = layer_ns(measured, RECORD, 7, 1, 0), layer_ns(measured, RECORD, 7, 1, 0, taken, 512)
+    assert parts == RECORD * 1000 // 78_000 * 320 // 512 + 8_000 + 4_000
+    assert parts * 10 < whole * 8
+    six = divisions(measured, RECORD, 8, 8, 512)[6]
+    assert layer_ns(measured, RECORD, 2, 6, *six, 512) < layer_ns(measured, RECORD, 2, 6, 2)
+
+
+def test_the_parts_of_the_formula_with_rows_taken():
+    # One of three fetched; of the other two a quarter goes over the link as well, behind it and more slowly.
+    measured = replace(SERVER, direct_mbs=40_000, direct_ns=5_000)
+    each_link, each_cpu = RECORD * 1000 // 49_000, RECORD * 1000 // 65_000
+    link = each_link + RECORD * 1000 // 4_000_000 + 3_000 + 2 * (RECORD * 1000 // 40_000) * 128 // 512 + 5_000
+    assert layer_ns(replace(measured, both_cpu_mbs=10**9), RECORD, 0, 3, 1, 128, 512) == link + 4_000
+    assert layer_ns(measured, RECORD, 0, 3, 1, 128, 512) == max(link, 2 * each_cpu * 384 // 512 + 8_000) + 4_000
 
 
 def test_a_server_shares_its_misses_as_its_rates_are():

@@ -46,18 +46,19 @@ class Side:
         self.generator = torch.Generator().manual_seed(4)
         self.dtype = dtype
 
-    def ask(self, layer: int, tokens: int, counts: tuple[int, int] = (0, 1)) -> torch.Tensor:
-        """Publish a request of random ids; returns what the reply must be."""
+    def ask(self, layer: int, tokens: int, counts: tuple[int, int] = (0, 1), taken: int = 0) -> torch.Tensor:
+        """Publish a request of random ids, without the last `taken` inner rows; returns what the reply must be."""
         x = torch.randn(tokens, HIDDEN, generator=self.generator).to(self.dtype)
         ids = torch.randint(-1, EXPERTS, (tokens, TOP_K), generator=self.generator, dtype=torch.int32)
         weights = torch.rand(tokens, TOP_K, generator=self.generator)
-        self.counts = torch.tensor([*counts, 0, 0], dtype=torch.int32)
+        self.counts, shares = torch.tensor([*counts, 0, 1], dtype=torch.int32), torch.tensor([7, taken], dtype=torch.int32)
         self.executor.wake()
         box = self.box
-        plain.publish(x, ids, weights, self.counts, box.epoch, layer, box.request, box.x, box.ids, box.weights)
+        request = (box.request, box.x, box.ids, box.weights)
+        plain.publish(x, ids, weights, self.counts, shares, box.epoch, layer, *request)
         rows = slice(layer * EXPERTS, (layer + 1) * EXPERTS)
         whole = self.bank.record.views(self.bank.bytes)
-        return reference.experts_forward(x, ids, weights, whole.gate_up[rows], whole.down[rows])
+        return reference.experts_forward(x, ids, weights, whole.gate_up[rows], whole.down[rows], slice(INTER - taken))
 
     def wait(self, limit_us: int = 10_000_000) -> int:
         plain.wait_reply(self.counts, self.box.epoch, self.box.reply, limit_us, self.box.status)
@@ -86,6 +87,32 @@ def test_replies_are_the_experts_outputs_for_every_layer_and_size(kind):
         assert (state.alive, state.served) == (True, 40)
         assert state.busy_ns > 0
         assert state.bytes > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_device_takes_is_left_out_of_the_reply_and_of_its_bytes(kind):
+    with side(kind) as device:
+        whole = bank().record.nbytes
+        for turn, taken in enumerate((0, 5, 1, INTER - 1, 0)):
+            before = device.executor.state().bytes
+            want = device.ask(turn % LAYERS, 3, taken=taken)
+            assert device.wait() == 0
+            torch.testing.assert_close(device.box.out[:3], want, rtol=1e-4, atol=1e-4)
+            used = len({e for e in device.box.ids[:3].flatten().tolist() if e >= 0})
+            record = 3 * HIDDEN * INTER * 4
+            assert device.executor.state().bytes - before == used * record * (INTER - taken) // INTER <= used * whole
+
+
+@needs_library
+@pytest.mark.parametrize("taken", [-1, INTER])
+def test_a_request_that_leaves_the_executor_no_row_is_refused(taken):
+    with side(NativeExecutor) as device:
+        device.ask(0, 2)
+        assert device.wait() == 0
+        device.box.request[3] = taken
+        device.box.epoch += 1
+        device.box.request[0] = int(device.box.epoch)
+        assert device.wait() == handoff.FAILED
 
 
 @needs_library
@@ -176,7 +203,7 @@ def test_a_request_for_a_layer_that_is_not_there_is_refused():
 def test_the_parts_of_a_mailbox_do_not_overlap(tokens, hidden, top_k, item):
     layout = BoxLayout(tokens, hidden, top_k, item)
     parts = [
-        (0, 12),
+        (0, 16),
         (handoff.REPLY_EPOCH, 16),
         (layout.x, tokens * hidden * item),
         (layout.ids, tokens * top_k * 4),
@@ -192,7 +219,7 @@ def test_the_header_has_the_same_offsets():
     header = Path(handoff.__file__).parent.parent / "csrc" / "handoff.h"
     stated = dict(re.findall(r"ASV_BOX_(\w+) = (\d+)", header.read_text()))
     assert {name: int(value) for name, value in stated.items()} == {name: getattr(handoff, name) for name in stated}
-    assert len(stated) == 7
+    assert len(stated) == 8
 
 
 @needs_library

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.moe.cost import ASSUMED
@@ -9,10 +11,11 @@ from engine.moe.modes import WINDOW_STEPS
 from engine.moe.split import LEAST_BYTES, REFIT_STEPS, MissSplit
 
 GB = 10**9
+MEASURED = replace(ASSUMED, direct_mbs=18_000)
 
 
-def split(mode: str = "auto") -> MissSplit:
-    return MissSplit(ASSUMED, 6_000_000, 8, 4, mode)  # type: ignore[arg-type]
+def split(mode: str = "auto", inter: int = 512) -> MissSplit:
+    return MissSplit(MEASURED, 6_000_000, 8, 4, mode, inter)  # type: ignore[arg-type]
 
 
 def test_refits_use_what_happened_since_the_last_one():
@@ -28,9 +31,9 @@ def test_refits_use_what_happened_since_the_last_one():
 def test_a_refit_is_due_now_and_then_and_never_with_a_fixed_table():
     made = split()
     assert [made.stepped(1, 1000) for _ in range(REFIT_STEPS)].count(True) == 1
-    made.fix((0,))
+    made.fix(((0, 64),))
     assert not any(made.stepped(1, 1000) for _ in range(2 * REFIT_STEPS))
-    assert made.table("hybrid", 1) == (0,)
+    assert made.table("hybrid", 1) == ((0, 64),)
 
 
 def test_batch_sizes_choose_for_themselves():
@@ -42,10 +45,19 @@ def test_batch_sizes_choose_for_themselves():
     assert made._choices[4].mode == "cpu"
 
 
-@pytest.mark.parametrize(("mode", "table"), [("fetch", tuple(range(33))), ("cpu", (0,))])
+@pytest.mark.parametrize(("mode", "table"), [("fetch", tuple((m, 0) for m in range(33))), ("cpu", ((0, 0),))])
 def test_a_mode_that_was_set_stays(mode, table):
     made = split(mode)
     for _ in range(5 * WINDOW_STEPS):
         made.stepped(1, 1000)
         assert made.mode(1) == mode
     assert made.table(made.mode(1), 1) == table
+
+
+def test_only_experts_that_may_be_divided_are():
+    assert any(taken for _, taken in split("hybrid").table("hybrid", 1))
+    assert not any(taken for _, taken in split("hybrid", inter=0).table("hybrid", 1))
+    assert not any(taken for _, taken in MissSplit(ASSUMED, 6_000_000, 8, 4, "hybrid", 512).table("hybrid", 1))
+    assert [split(mode).divides for mode in ("auto", "hybrid", "fetch", "cpu")] == [True, True, False, False]
+    assert not split(inter=0).divides
+    assert not MissSplit(ASSUMED, 6_000_000, 8, 4, "hybrid", 512).divides

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ShapeMismatch
-from engine.kernels import reference
+from engine.kernels import plain, reference
 
 from .common import DEVICE, DTYPES, close, few, ints, poisoned, randn, spaced
 
@@ -61,6 +61,83 @@ def test_slot_experts_equal_the_plain_ones(
     want = reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float()) + (out if accumulate else 0)
     ops.slot_experts(x, ids, weights, gate_up, down, inner, out, accumulate)
     close(out, want, dtype)
+
+
+def host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Where the CPU's experts lie: in pinned memory."""
+    memory = [t.cpu() for t in tensors]
+    return [t.pin_memory() for t in memory] if DEVICE == "cuda" else memory
+
+
+@few
+@given(
+    tokens=st.sampled_from([1, 1, 2, 4, 17]),
+    hidden=st.sampled_from([20, 150]),
+    inter=st.sampled_from([33, 64]),
+    holes=st.sampled_from([0.0, 0.5]),
+    misses=st.sampled_from([1, 2, 3, 9]),
+    seed=st.integers(0, 99),
+)
+def test_the_last_rows_of_experts_in_host_memory_are_added(
+    dtype: torch.dtype, tokens: int, hidden: int, inter: int, holes: float, misses: int, seed: int
+) -> None:
+    shares = (0, 16, 0, 32)
+    taken = shares[min(misses, 3)]
+    gate_up, down = host(*pool_of(6, inter, hidden, dtype))
+    gate_up.unflatten(1, (2, inter))[:, :, : inter - taken] = float("nan")
+    down[:, :, : inter - taken] = float("nan")
+    x, ids, weights = spaced(randn(tokens, hidden, dtype=dtype)), routes(tokens, 2, 6, holes, seed), randn(tokens, 2)
+    out, inner = randn(tokens, hidden, seed=5), poisoned(tokens * 2, inter, dtype=dtype)
+    want = out.clone()
+    if taken:
+        part = slice(inter - taken, inter)
+        wide = [t.float().to(DEVICE) for t in (gate_up, down)]
+        want += reference.experts_forward(x.float(), ids, weights, *wide, part)
+    counts = ints([0, int((ids >= 0).sum()), 0, misses])
+    for kernels in (ops, plain) if DEVICE == "cpu" else (ops,):
+        got = out.clone()
+        kernels.bank_experts(x, ids, weights, counts, ints(shares), gate_up, down, inner, got)
+        close(got, want, dtype)
+        if not taken:
+            assert torch.equal(got, out)
+
+
+@few
+@given(
+    tokens=st.sampled_from([1, 1, 3]),
+    fetched=st.integers(0, 6),
+    resident=st.integers(0, 3),
+    sixteenths=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_every_division_of_a_layers_experts_sums_to_the_layer(
+    dtype: torch.dtype, tokens: int, fetched: int, resident: int, sixteenths: int, seed: int
+) -> None:
+    """Some experts in slots, some fetched, and of the others the first rows on the CPU, the last ones read by the device."""
+    experts, inter, hidden, taken = 6, 64, 48, 16 * sixteenths
+    gate_up, down = host(*pool_of(experts, inter, hidden, dtype))
+    x, ids, weights = randn(tokens, hidden, dtype=dtype), routes(tokens, 2, experts, 0.2, seed), randn(tokens, 2)
+    pools = [t.to(DEVICE) for t in (gate_up, down)]
+    here, there = ids.clone(), ids.clone()
+    here[ids >= min(experts, resident + fetched)] = -1
+    there[ids < min(experts, resident + fetched)] = -1
+    out, inner = torch.zeros(tokens, hidden, device=DEVICE), poisoned(tokens * 2, inter, dtype=dtype)
+    counts = ints([fetched, int((there >= 0).sum()), 0, 1])
+    ops.slot_experts(x, here, weights, *pools, inner, out, False)
+    ops.bank_experts(x, there, weights, counts, ints([0, taken]), gate_up, down, inner, out)
+    out += reference.experts_forward(x.cpu(), there.cpu(), weights.cpu(), gate_up, down, slice(inter - taken)).to(DEVICE)
+    close(out, reference.experts_forward(x.float(), ids, weights, *(t.float() for t in pools)), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_without_experts_on_the_cpu_nothing_is_read_and_nothing_added(dtype: torch.dtype, tokens: int) -> None:
+    gate_up, down = host(*pool_of(3, 32, 16, dtype))
+    gate_up[:], down[:] = float("nan"), float("nan")
+    x, ids, weights = randn(tokens, 16, dtype=dtype), ints([[-1, -1]] * tokens), randn(tokens, 2)
+    out, inner = randn(tokens, 16), poisoned(tokens * 2, 32, dtype=dtype)
+    before = out.clone()
+    ops.bank_experts(x, ids, weights, ints([2, 0, 0, 2]), ints([0, 16, 16]), gate_up, down, inner, out)
+    assert torch.equal(out, before)
 
 
 @pytest.mark.slow
@@ -122,18 +199,22 @@ class Box:
 
     def publish(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, layer: int) -> None:
         where = (self.epoch, layer, self.request, self.x, self.ids, self.weights)
-        ops.publish(x, ids, weights, counts, *where)
+        ops.publish(x, ids, weights, counts, ints([0, 32, 16]), *where)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "layer"), [(1, 20, 0), (3, 5000, 1), (2, 64, 7), (6, 4100, 2)])
-def test_publish_writes_the_payload_under_a_new_epoch(dtype: torch.dtype, tokens: int, hidden: int, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "layer", "misses"), [(1, 20, 0, 1), (3, 5000, 1, 2), (2, 64, 7, 9), (6, 4100, 2, 1)]
+)
+def test_publish_writes_the_payload_under_a_new_epoch(
+    dtype: torch.dtype, tokens: int, hidden: int, layer: int, misses: int
+) -> None:
     box = Box(7, hidden, 2, dtype)
     x, ids, weights = spaced(randn(tokens, hidden, dtype=dtype)), ints([[3, -1]] * tokens), randn(tokens, 2)
-    box.publish(x, ids, weights, ints([0, 1, 0, 0]), layer)
+    box.publish(x, ids, weights, ints([0, 1, 0, misses]), layer)
     assert box.epoch.tolist() == [41]
-    assert box.request[:3].tolist() == [41, layer, tokens]
+    assert box.request[:4].tolist() == [41, layer, tokens, (0, 32, 16)[min(misses, 2)]]
     for got, want in ((box.x, x), (box.ids, ids), (box.weights, weights)):
         assert torch.equal(got[:tokens], want.cpu())
         assert (got[tokens:] == -7).all()
