@@ -1,12 +1,13 @@
 """What is reused when an agent edits its context, beside the longest common prefix and beside two other servers.
 
-    python -m benchmarks.reuse_scenarios [--backend cpu|reference] [--dtype float32] [--models attention hybrid] [--record]
+    python -m benchmarks.reuse_scenarios [--backend cpu|exact|reference] [--dtype float32] [--models …] [--record]
 
 The whole path in one process with real models: text, template, aliases, policy, store, disk, engine. attention: a small random
 qwen3_moe; hybrid: the embedded demo model (gated delta nets and attention). What they say is given (in_process.py), so that
 contexts have the sizes that the others were measured with (peers.py). exact: logits of the turn in question against a run that
-restores nothing; on the reference backend every bit, on the fast one the largest difference, since it rounds by chunk. In
-float32, because in bf16 a router that is undecided between two experts may choose the other one for such a difference.
+restores nothing; on the exact and reference backends every bit, on the fast one the largest difference, since it rounds by
+chunk. In float32, because in bf16 a router that is undecided between two experts may choose the other one for such a
+difference.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def show(console: Console, model: str, backend: str, cells: list[Cell], peers: d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", choices=("cpu", "reference"), default="cpu")
+    parser.add_argument("--backend", choices=("cpu", "exact", "reference"), default="cpu")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")
     parser.add_argument("--models", nargs="+", choices=("attention", "hybrid"), default=("attention", "hybrid"))
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")

@@ -14,7 +14,7 @@ from engine import budget
 from engine.errors import InvalidRequest
 from engine.models.base import ModelSpec
 
-Backend = Literal["cpu", "reference", "cuda"]
+Backend = Literal["cpu", "exact", "reference", "cuda"]
 Auto = Literal["auto"]
 
 
@@ -51,8 +51,9 @@ class EngineConfig:
     """How a model is loaded and how much may run at once.
 
     model_dir: directory with config.json and *.safetensors.
-    backend: "cpu" is fast; "reference" is f32 and row-invariant, for tests.
-    dtype: of weights, activations and KV; "auto" = as the checkpoint stores them, f32 on the reference backend.
+    backend: "cpu" is fast. For tests, in f32 and one token at a time, so that a token's result depends on its prefix alone, to
+        the bit: "exact" by the same kernels, on one thread, and "reference" by the plain ones.
+    dtype: of weights, activations and KV; "auto" = as the checkpoint stores them. f32 on the exact and reference backends.
     threads: CPU threads; "auto" = all cores of this process.
     page_size: token positions per KV page.
     chunk_tokens: prefill chunks end at multiples of this, counted from position 0 whatever was restored.

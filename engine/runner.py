@@ -16,7 +16,7 @@ import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, Unsupported
 from engine.kernels import cpu
 from engine.layers.eager import EagerStep
 from engine.layers.program import Limits, ProgramStep, needs
@@ -73,14 +73,19 @@ def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda
     directory = Path(config.model_dir)
     threads = config.resolve(Machine.here()).threads
     assert threads != "auto"
-    if config.backend in ("cpu", "cuda") and cpu.available():
+    if config.backend == "exact":
+        if not cpu.available():
+            raise Unsupported("backend exact: needs the C++ library; accepted without it: reference, which is slower")
+        cpu.set_threads(1)  # sums over a long context may be divided among threads
+    elif config.backend in ("cpu", "cuda") and cpu.available():
         cpu.set_threads(threads)  # and leave torch alone: its threads spin, and all that it still does here is small
     elif config.backend == "cpu":
         torch.set_num_threads(threads)
     described = read_config(directory)
     _, build = registry.find(described)
     reader = CheckpointReader(directory)
-    wanted = "float32" if config.backend == "reference" else config.dtype
+    wanted = "float32" if config.backend in ("exact", "reference") else config.dtype
+    fast = config.backend in ("cpu", "exact")
     form = formats.choose(described, _embedding_dtype(reader), wanted)
     store = device = None
     if config.backend == "cuda":
@@ -88,15 +93,15 @@ def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda
         from engine.moe.host_bank import BankLoader
 
         store, device = BankLoader(), open_device(config)
-    elif config.backend == "cpu":
+    elif fast:
         reader.advise(cpu.advise_huge)
     digests = Digests(config.digests, verify=config.verify_weights)
-    empty = cpu.huge_empty if config.backend == "cpu" else torch.empty
+    empty = cpu.huge_empty if fast else torch.empty
     weights = Weights(reader, form.dtype, empty=empty, digests=digests, store=store)
     decoder = build(HfConfig(described, _generation_config(directory)), weights)
     digests.save()
     own = {"backend": config.backend, "format": form.name, "version": NUMERICS_VERSION}
-    if config.backend == "cpu":
+    if fast:
         own["kernels"] = cpu.isa() if cpu.available() else "torch"
     numerics = {**decoder.spec.numerics, **own}
     decoder = replace(decoder, spec=replace(decoder.spec, numerics=numerics))
@@ -105,8 +110,9 @@ def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda
     slots: SlotMap | None = None
     if config.slots != "auto":
         decoder, slots = offload_experts(decoder, config)
-    runner = ReferenceModel(decoder) if config.backend == "reference" else CpuModel(decoder)
-    return LoadedModel(runner, weights.digest(), slots, config)
+    whole = PlainModel(decoder) if config.backend == "reference" else CpuModel(decoder)
+    model = whole if config.backend == "cpu" else TokenByToken(whole)
+    return LoadedModel(model, weights.digest(), slots, config)
 
 
 def _on_device(
@@ -134,7 +140,7 @@ def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, Sl
         return decoder, None
     slots = min(int(config.slots), sum(moe.bank.rows for moe in moes))
     policy = make_policy(config.slot_policy, slots, len(moes))
-    native = config.backend == "cpu" and cpu.available()
+    native = config.backend in ("cpu", "exact") and cpu.available()
     offload = ExpertOffload([moe.bank for moe in moes], slots, policy, native)
     layers = tuple(
         replace(layer, mlp=replace(layer.mlp, offload=offload)) if isinstance(layer.mlp, Moe) else layer
@@ -172,11 +178,8 @@ class CpuModel:
         return step
 
 
-class ReferenceModel:
-    """The reference backend: one token at a time, so that every operation has the same shape whatever the batch looks like.
-
-    That makes a token's result depend on its prefix alone, to the bit: see kernels/reference.py.
-    """
+class PlainModel:
+    """Whole batches by the plain kernels of kernels/reference.py."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -190,20 +193,35 @@ class ReferenceModel:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # a matrix product's order of sums may follow the number of threads
         try:
-            return Logits(self._forward(batch, kv, states))
+            return Logits(self._decoder.run(EagerStep(batch, kv, states, self._decoder.rope)))
         finally:
             torch.set_num_threads(threads)
 
-    def _forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> torch.Tensor:
+
+class TokenByToken:
+    """The backends that repeat to the bit: one token at a time, so that every operation has the same shape whatever the batch
+    looks like. A token's result then depends on its prefix alone, by the plain kernels (reference) as by the fast ones (exact).
+    """
+
+    def __init__(self, model: PlainModel | CpuModel) -> None:
+        self._model = model
+        self._decoder = model._decoder
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
         rows = batch.logit_rows.tolist()
         logits = torch.empty(len(rows), self.spec.vocab_size)
         for seq in batch.seqs:
             for offset in range(seq.length):
-                single = one_token(batch, seq, offset, wanted=seq.start + offset in rows)
-                result = self._decoder.run(EagerStep(single, kv, states, self._decoder.rope))
-                if len(result):
+                wanted = seq.start + offset in rows
+                result = self._model.forward(one_token(batch, seq, offset, wanted), kv, states).rows
+                if wanted:
                     logits[rows.index(seq.start + offset)] = result[0]
-        return logits
+        return Logits(logits)
 
 
 def one_token(batch: ForwardBatch, seq: SeqSlice, offset: int, wanted: bool) -> ForwardBatch:

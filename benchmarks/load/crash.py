@@ -1,6 +1,6 @@
 """What breaks while eight agents run, whether each of them gets its right answer after all, and how soon.
 
-    python -m benchmarks.load crash [--kinds worker_killed database …] [--backend cpu|reference] [--record]
+    python -m benchmarks.load crash [--kinds worker_killed database …] [--backend cpu|exact|reference] [--record]
 
 Real sockets, a real server, the demo model behind a worker that can be told to fail (faults.py). Agents play the same turns
 without any failure first; after each kind of failure every answer must be the one of that run, every committed turn must be
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str]) -> None:
     every = (*HERE, *ELSEWHERE)
     parser = argparse.ArgumentParser(prog="benchmarks.load crash", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kinds", nargs="+", default=every, choices=every)
-    parser.add_argument("--backend", choices=("cpu", "reference"), default="cpu")
+    parser.add_argument("--backend", choices=("cpu", "exact", "reference"), default="cpu")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
     options = parser.parse_args(arguments)
     found = run(options.kinds, options.backend, lambda name, line: print(f"{name}: {line}", flush=True))

@@ -50,7 +50,7 @@ def test_the_contexts_have_the_sizes_that_the_others_were_measured_with(full_siz
 
 
 @pytest.mark.slow
-def test_on_the_reference_backend_no_bit_differs(attention_dir: Path) -> None:
-    cells = list(play(attention_dir, "reference", "auto", SMALL))
+def test_on_the_exact_backend_no_bit_differs(attention_dir: Path) -> None:
+    cells = list(play(attention_dir, "exact", "auto", SMALL))
     assert [(c.scenario, c.turn, c.difference) for c in cells if c.difference != 0] == []
     assert min(c.share for c in cells) > 0.9

@@ -177,7 +177,7 @@ class World:
         For contexts that another principal cannot repeat, because its text alone gives other tokens.
         """
         if self._engine is None:
-            config = EngineConfig(model_dir=self.model_dir, backend="reference", threads=1, kv_tokens=16_384, max_rows=2)
+            config = EngineConfig(model_dir=self.model_dir, backend="exact", threads=1, kv_tokens=16_384, max_rows=2)
             self._engine = Engine.load(config)
         name = f"cold{next(self._cold)}"
         ends = tuple(sorted({*self._engine.info.eos_token_ids, *self._markers.turn_end}))

@@ -36,9 +36,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateServer]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A server on the reference backend, where a restored state must give bitwise what a cold run gives."""
-    directory = tmp_path_factory.mktemp("reference")
-    (directory / "settings.toml").write_text(settings("reference"))
+    """A server on the exact backend, where a restored state must give bitwise what a cold run gives."""
+    directory = tmp_path_factory.mktemp("exact")
+    (directory / "settings.toml").write_text(settings("exact"))
     flags = ("--config", str(directory / "settings.toml"), "--threads", "1", "--cache-mb", "2048")
     with private_server(directory / "state", flags=flags) as running:
         running.start()
@@ -84,6 +84,15 @@ def rambling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if file.suffix in (".json", ".jinja") and not file.name.startswith("model.safetensors"):
             shutil.copy(file, directory / file.name)
     return directory
+
+
+@pytest.fixture(scope="session")
+def rambling(tmp_path_factory: pytest.TempPathFactory, rambling_model: Path) -> Iterator[PrivateServer]:
+    """A server whose turns go on until they are stopped. Its worker may be killed, itself not."""
+    flags = (*FLAGS, "--model", str(rambling_model))
+    with private_server(tmp_path_factory.mktemp("rambling-server"), flags=flags) as server:
+        server.start()
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,12 +68,9 @@ def test_chat_keeps_a_session_until_told_to_start_over(server: PrivateServer) ->
     assert reused[1] > 0
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_chat(
-    start_server: Callable[..., PrivateServer], rambling_model: Path
-) -> None:
-    server = start_server("--model", str(rambling_model))
+def test_an_interrupt_stops_the_answer_and_not_the_chat(rambling: PrivateServer) -> None:
     # Random weights do end an answer by themselves, after two thousand tokens on average: then there was nothing to stop.
-    assert any("incomplete: cancelled" in interrupted_chat(server) for _ in range(5))
+    assert any("incomplete: cancelled" in interrupted_chat(rambling) for _ in range(5))
 
 
 def interrupted_chat(server: PrivateServer) -> str:
@@ -197,9 +193,14 @@ def test_bad_settings_end_serve_with_the_name_of_the_setting(
     assert "Traceback" not in shown.stderr
 
 
+@pytest.fixture(scope="module")
+def overview() -> str:
+    return agentserve("--help").stdout
+
+
 @pytest.mark.parametrize("command", ["serve", "demo", "chat", "doctor", "migrate"])
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_explains_itself(command: str, overview: str) -> None:
     shown = agentserve(command, "--help")
     assert shown.returncode == 0
     assert "--" in shown.stdout
-    assert command in agentserve("--help").stdout
+    assert command in overview

@@ -227,7 +227,7 @@ def test_calls_written_in_other_json_keep_their_tokens(agent: MakeAgent) -> None
 
 
 def other_world(directory: Path, *flags: str, model_dir: Path = DEMO_MODEL) -> Iterator[World]:
-    (directory / "settings.toml").write_text(settings("reference"))
+    (directory / "settings.toml").write_text(settings("exact"))
     common = ("--config", str(directory / "settings.toml"), "--threads", "1", "--model", str(model_dir))
     with private_server(directory / "state", flags=(*common, *flags)) as running:
         running.start()

@@ -56,7 +56,7 @@ def test_agents_resume_on_the_next_server_after_an_upgrade_a_drain_and_a_kill() 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_restored_state_gives_bit_for_bit_the_answers_of_a_calm_run() -> None:
-    survived(["worker_killed", "server_killed"], "reference")
+    survived(["worker_killed", "server_killed"], "exact")
 
 
 @pytest.mark.slow

@@ -7,15 +7,14 @@ import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentserve.cli.connect import TERMINAL, AgentSocket, Event, Target
-from agentserve.cli.private_server import PrivateServer, private_server
-from tests.e2e.conftest import FLAGS
+from agentserve.cli.private_server import PrivateServer
 
 Start = Callable[..., PrivateServer]
 
@@ -60,15 +59,6 @@ def assert_idle(target: Target) -> None:
     assert counter(target, "agentserve_active_responses") == 0
 
 
-@pytest.fixture(scope="module")
-def rambling(tmp_path_factory: pytest.TempPathFactory, rambling_model: Path) -> Iterator[PrivateServer]:
-    """A server whose turns go on until they are stopped. Its worker may be killed, itself not."""
-    flags = (*FLAGS, "--model", str(rambling_model))
-    with private_server(tmp_path_factory.mktemp("rambling-server"), flags=flags) as server:
-        server.start()
-        yield server
-
-
 def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(rambling: PrivateServer) -> None:
     server, restarts = rambling, counter(rambling.target, "agentserve_worker_restarts{")
     with AgentSocket(server.target) as socket:
@@ -92,12 +82,14 @@ def test_a_killed_worker_fails_its_turn_and_the_session_goes_on(rambling: Privat
     assert_idle(server.target)
 
 
-def test_a_killed_server_keeps_every_committed_turn(start_server: Start, rambling_model: Path) -> None:
+def test_a_killed_server_ends_its_worker_and_keeps_every_committed_turn(start_server: Start, rambling_model: Path) -> None:
     server = start_server("--model", str(rambling_model))
     with AgentSocket(server.target) as socket:
         first = last(list(socket.turn(body("remember this"))))
         second = last(list(socket.turn(body("and this", first["id"]))))
+    pid = worker_pid(server)
     server.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20)
     server.start()
     for response in (first, second):
         assert server.target.get(f"/v1/responses/{response['id']}")["output"] == response["output"]
@@ -110,12 +102,6 @@ def test_a_killed_server_keeps_every_committed_turn(start_server: Start, ramblin
         assert fourth["usage"]["input_tokens_details"]["cached_tokens"] > known
     sessions = server.target.get("/v1/sessions")["data"]
     assert [session["turns"] for session in sessions] == [4]
-
-
-def test_the_worker_ends_with_its_server(own_server: PrivateServer) -> None:
-    pid = worker_pid(own_server)
-    own_server.kill()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])

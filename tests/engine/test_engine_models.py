@@ -1,4 +1,4 @@
-"""The engine on real architectures: transformers' greedy tokens on the fast backend, bitwise equality on the reference one."""
+"""The engine on real architectures: transformers' greedy tokens on the fast backend, bitwise equality on the exact one."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_loading_tells_progress_and_describes_the_model(hybrid):
 
 
 @pytest.fixture(scope="module")
-def reference(hybrid):
+def exact(hybrid):
     """The loaded model, shared; engines on it are fresh."""
-    return load_model(settings(hybrid, backend="reference"))
+    return load_model(settings(hybrid, backend="exact"))
 
 
-def fresh(reference, hybrid: Path, **changes) -> Engine:
-    return Engine(reference.model, settings(hybrid, backend="reference", **changes), reference.weights_digest)
+def fresh(exact, hybrid: Path, **changes) -> Engine:
+    return Engine(exact.model, settings(hybrid, backend="exact", **changes), exact.weights_digest)
 
 
 def end_state(engine: Engine, log: Log, id: str) -> StateSnapshot:
@@ -104,16 +104,16 @@ def same_bits(a: StateSnapshot, b: StateSnapshot) -> bool:
     return a.position == b.position and np.array_equal(*rows) and state
 
 
-def test_restore_then_decode_at_every_position_is_bitwise_the_cold_run(reference, hybrid):
+def test_restore_then_decode_at_every_position_is_bitwise_the_cold_run(exact, hybrid):
     """Positions 1…256, each in a fresh engine: the same next tokens and the same bytes of state three tokens later."""
-    cold = fresh(reference, hybrid, snapshot_rows=300)
+    cold = fresh(exact, hybrid, snapshot_rows=300)
     cold.submit(request("cold", prompt(0, 1), 260, cuts=(1,)))
     for position in range(2, 260):
         cold.declare_cut("cold", position)
     log = run(cold)
     tokens = prompt(0, 1) + log.tokens["cold"]
     for position in range(1, 257):
-        warm = fresh(reference, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
+        warm = fresh(exact, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
         snapshot = cold.copy_out(log.hold_at("cold", position))
         warm.submit(request("warm", tokens[: position + 1], 3, restore=snapshot))
         warm_log = run(warm)
@@ -122,24 +122,24 @@ def test_restore_then_decode_at_every_position_is_bitwise_the_cold_run(reference
         assert same_bits(end_state(warm, warm_log, "warm"), cold.copy_out(log.hold_at("cold", position + 3)))
 
 
-def test_cuts_inside_a_prefill_chunk_hold_what_decoding_to_there_would(reference, hybrid):
+def test_cuts_inside_a_prefill_chunk_hold_what_decoding_to_there_would(exact, hybrid):
     ids = prompt(1, 150)
-    engine = fresh(reference, hybrid, snapshot_rows=200)
+    engine = fresh(exact, hybrid, snapshot_rows=200)
     engine.submit(request("a", ids, 0, cuts=tuple(range(1, 151))))
     log = run(engine)
     for position in range(1, 151):
-        alone = fresh(reference, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
+        alone = fresh(exact, hybrid, kv_tokens=272, max_rows=1, snapshot_rows=1)
         restore = engine.copy_out(log.hold_at("a", position - 1)) if position > 1 else None
         alone.submit(request("b", ids[:position], 0, restore=restore))
         assert same_bits(end_state(alone, run(alone), "b"), engine.copy_out(log.hold_at("a", position)))
 
 
 @pytest.mark.parametrize(("chunk", "edges", "page"), [(8, (), 16), (64, (1, 2, 63), 4), (512, (), 64), (50, (49,), 7)])
-def test_any_chunking_and_page_size_is_bitwise_the_same(reference, hybrid, chunk, edges, page):
+def test_any_chunking_and_page_size_is_bitwise_the_same(exact, hybrid, chunk, edges, page):
     ids = prompt(1, 100)
     states, tokens = [], []
     for changes, extra in (({}, ()), ({"chunk_tokens": chunk, "page_size": page}, edges)):
-        engine = fresh(reference, hybrid, **changes)
+        engine = fresh(exact, hybrid, **changes)
         engine.submit(request("a", ids, 4, edges=extra))
         log = run(engine)
         states.append(end_state(engine, log, "a"))
@@ -148,21 +148,21 @@ def test_any_chunking_and_page_size_is_bitwise_the_same(reference, hybrid, chunk
     assert same_bits(*states)
 
 
-def test_batched_is_bitwise_alone(reference, hybrid):
+def test_batched_is_bitwise_alone(exact, hybrid):
     prompts = {str(n): prompt(n, n) for n in (3, 37, 64, 91)}
-    together = fresh(reference, hybrid)
+    together = fresh(exact, hybrid)
     for id, ids in prompts.items():
         together.submit(request(id, ids, 6))
     log = run(together)
     for id, ids in prompts.items():
-        alone = fresh(reference, hybrid)
+        alone = fresh(exact, hybrid)
         alone.submit(request(id, ids, 6))
         alone_log = run(alone)
         assert log.tokens[id] == alone_log.tokens[id]
         assert same_bits(end_state(together, log, id), end_state(alone, alone_log, id))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "exact", "reference"])
 def test_device_and_host_restore_go_on_alike(hybrid, backend):
     engine = Engine.load(settings(hybrid, backend=backend))
     ids = prompt(2, 90)
@@ -190,7 +190,7 @@ from tests.engine.test_engine_models import settings
 
 directory, saved = Path(sys.argv[1]), Path(sys.argv[2])
 tokens = json.loads((saved / "tokens.json").read_text())
-engine = Engine.load(settings(directory, backend="reference"))
+engine = Engine.load(settings(directory, backend="exact"))
 answers = {}
 for file in sorted(saved.glob("*.npz")):
     position = int(file.stem)
@@ -204,8 +204,8 @@ print(json.dumps({"tokens": log.tokens, "digest": engine.info.weights_digest}))
 """
 
 
-def test_a_dozen_positions_go_on_in_another_process(reference, hybrid, tmp_path):
-    cold = fresh(reference, hybrid, snapshot_rows=300)
+def test_a_dozen_positions_go_on_in_another_process(exact, hybrid, tmp_path):
+    cold = fresh(exact, hybrid, snapshot_rows=300)
     cold.submit(request("cold", prompt(3, 20), 250, cuts=tuple(range(1, 21))))
     positions = (21, 31, 32, 47, 63, 64, 65, 100, 127, 128, 200, 256)
     for position in positions:
@@ -220,7 +220,7 @@ def test_a_dozen_positions_go_on_in_another_process(reference, hybrid, tmp_path)
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert answer["digest"] == reference.weights_digest
+    assert answer["digest"] == exact.weights_digest
     assert answer["tokens"] == {str(p): tokens[p + 1 : p + 5] for p in positions}
 
 

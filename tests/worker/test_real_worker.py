@@ -34,7 +34,7 @@ async def running(
     model_dir: Path, ram_cache_bytes: int = 64 << 20, *, state_dir: Path | None = None, **engine: int | str
 ) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
     client = WorkerClient(start_wait_s=60)
-    limits = {"threads": 1, "backend": "reference", "chunk_tokens": 64, "kv_tokens": 4096, "max_rows": 4}
+    limits = {"threads": 1, "backend": "exact", "chunk_tokens": 64, "kv_tokens": 4096, "max_rows": 4}
     settings = WorkerSettings(
         model_dir=str(model_dir),
         model_name="tiny",
@@ -104,7 +104,7 @@ async def test_a_session_reuses_its_state_and_gets_the_answers_of_a_cold_run(mod
         assert (150, "prompt_end") in {(row.position, row.kind.value) for row in rows}
         counters = await settled(client)
         assert (counters["turns"], counters["holds"], counters["pins"], counters["cache_errors"]) == (0, 0, 0, 0)
-    # Cold, in another process: the reference backend must give the same tokens bit for bit.
+    # Cold, in another process: the exact backend must give the same tokens bit for bit.
     async with running(model_dir) as (client, _):
         assert answer(await run(client, start_turn("b", context))) == answer(warm)
         assert matched(await run(client, start_turn("b", context))).position == len(context)

@@ -1,4 +1,4 @@
-"""States in the engine's pools, on real architectures and the reference backend: bit for bit what a cold run computes."""
+"""States in the engine's pools, on real architectures and the exact backend: bit for bit what a cold run computes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, model_dir: Path, *, stays: bool = True, **changes: int) -> None:
         sizes = {"threads": 1, "page_size": 16, "chunk_tokens": 32, "kv_tokens": 2048, "snapshot_rows": 24, "max_rows": 3}
-        fields = {"backend": "reference", "poison_freed": True, **sizes, **changes}
+        fields = {"backend": "exact", "poison_freed": True, **sizes, **changes}
         self.engine = Engine.load(EngineConfig(model_dir=model_dir, **fields))  # pyright: ignore[reportArgumentType]
         self.cache = open_states(*namespace_of(self.engine.info, self.engine.layout), 64 << 20).cache
         self.frames: list[FromWorker] = []

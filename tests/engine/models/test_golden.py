@@ -13,7 +13,7 @@ from engine.models import registry
 from tests.engine.checkpoints import MAKERS, Lane, load, make, pools, save, step
 
 TYPES = sorted(registry.MODELS)
-BACKENDS = ["cpu", "torch", "reference"]
+BACKENDS = ["cpu", "torch", "reference", "exact"]
 PAGES = [3, 9, 1, 7, 5, 11, 2, 13]
 
 
@@ -45,9 +45,9 @@ def run_on(monkeypatch):
     def get(directory: Path, name: str, **options):
         if name == "torch":
             monkeypatch.setattr(cpu, "available", lambda: False)
-        elif name == "cpu" and not cpu.available():
+        elif name in ("cpu", "exact") and not cpu.available():
             pytest.skip("needs the C++ library")
-        return load(directory, backend="reference" if name == "reference" else "cpu", **options)
+        return load(directory, backend=name if name in ("reference", "exact") else "cpu", **options)
 
     return get
 

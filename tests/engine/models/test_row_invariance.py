@@ -1,4 +1,4 @@
-"""The reference backend, to the bit: a token's logits and state depend on its prefix and on nothing else."""
+"""The reference and the exact backend, to the bit: a token's logits and state depend on its prefix and on nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StateCut
+from engine.errors import Unsupported
+from engine.kernels import cpu
 from engine.models import registry
 from tests.engine.checkpoints import Lane, Pools, load, make, pools, save, step
 
@@ -18,17 +20,17 @@ PROMPT = torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(4))
 LENGTH = len(PROMPT)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    made = {}
+@pytest.fixture(scope="module", params=["reference", "exact"])
+def loaded(request, tmp_path_factory):
+    backend, made = request.param, {}
 
     def get(model_type: str, slots: int | str = "auto"):
         if model_type not in made:
             directory = save(make(model_type, num_experts_per_tok=3), tmp_path_factory.mktemp(model_type))
-            model = load(directory, backend="reference").model
+            model = load(directory, backend=backend).model
             made[model_type] = directory, model, step(model, pools(model.spec), [(Lane(range(8), 0), PROMPT)])[0]
         directory, model, want = made[model_type]
-        return (model if slots == "auto" else load(directory, backend="reference", slots=slots).model), want
+        return (model if slots == "auto" else load(directory, backend=backend, slots=slots).model), want
 
     return get
 
@@ -40,8 +42,8 @@ def row_state(state: Pools, row: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("model_type", TYPES)
 @settings(max_examples=8, deadline=None)
 @given(edges=st.sets(st.integers(1, LENGTH - 1), max_size=6), pages=st.permutations(range(8)))
-def test_any_chunking_gives_the_same_bits(reference, model_type, edges, pages):
-    model, want = reference(model_type)
+def test_any_chunking_gives_the_same_bits(loaded, model_type, edges, pages):
+    model, want = loaded(model_type)
     state, lane = pools(model.spec), Lane(pages, 3)
     bounds = [0, *sorted(edges), LENGTH]
     parts = [step(model, state, [(lane, PROMPT[a:b])])[0] for a, b in pairwise(bounds)]
@@ -49,8 +51,8 @@ def test_any_chunking_gives_the_same_bits(reference, model_type, edges, pages):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_batch_gives_the_same_bits_as_alone(reference, model_type):
-    model, want = reference(model_type)
+def test_a_batch_gives_the_same_bits_as_alone(loaded, model_type):
+    model, want = loaded(model_type)
     state, lane, other = pools(model.spec), Lane(range(8), 3), Lane(range(10, 18), 1)
     got = [step(model, state, [(other, PROMPT[::-1][a:b]), (lane, PROMPT[a:b])])[1] for a, b in ((0, 41), (41, 42), (42, 70))]
     assert torch.equal(torch.cat(got), want)
@@ -58,14 +60,20 @@ def test_a_batch_gives_the_same_bits_as_alone(reference, model_type):
 
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("slots", [1, 5])
-def test_fewer_slots_than_experts_give_the_same_bits(reference, model_type, slots):
-    model, want = reference(model_type, slots)
+def test_fewer_slots_than_experts_give_the_same_bits(loaded, model_type, slots):
+    model, want = loaded(model_type, slots)
     assert model.spec.slots == slots
     assert torch.equal(step(model, pools(model.spec), [(Lane(range(8), 0), PROMPT)])[0], want)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_cut_copies_the_state_that_a_shorter_run_ends_with(reference, backend, tmp_path):
+def test_the_exact_backend_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    with pytest.raises(Unsupported, match=r"exact: needs the C\+\+ library"):
+        load(save(make("qwen3_moe"), tmp_path), backend="exact")
+
+
+@pytest.mark.parametrize("backend", ["reference", "exact", "cpu"])
+def test_a_cut_copies_the_state_that_a_shorter_run_ends_with(backend, tmp_path):
     directory = save(make("qwen3_5_moe"), tmp_path)
     model = load(directory, backend=backend).model
     state = pools(model.spec)
@@ -75,14 +83,14 @@ def test_a_cut_copies_the_state_that_a_shorter_run_ends_with(reference, backend,
         short = pools(model.spec)
         step(model, short, [(Lane(range(8), 2), PROMPT[: cut.offset])])
         for got, want in zip(row_state(state, cut.dest_row), row_state(short, 2), strict=True):
-            if backend == "reference":
+            if backend != "cpu":
                 assert torch.equal(got, want)
             else:
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_decode_goes_on_from_a_copied_row(reference):
-    model, want = reference("qwen3_5_moe")
+def test_decode_goes_on_from_a_copied_row(loaded):
+    model, want = loaded("qwen3_5_moe")
     state = pools(model.spec)
     step(model, state, [(Lane(range(8), 0), PROMPT[:50])], [[StateCut(33, 5)]])
     resumed = Lane(range(8), 5, context=33)
