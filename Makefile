@@ -28,6 +28,9 @@ STAMP := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 15
 NATIVE := CMakeLists.txt $(wildcard engine/csrc/*.cpp engine/csrc/*.h)
 
+# Bytecode is kept even where a container's image says not to: without it every process compiles the tests and the server anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup fmt check test test-full soak demo bench migrate docs run clean
 .DEFAULT_GOAL := help
 

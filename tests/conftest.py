@@ -9,8 +9,12 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.budget import examples
+from tests.order import spread
 
 # A machine with a GPU may have only what the engine needs: its tests run there without the server's packages.
 pytest_plugins = ["tests.fakes.databases"] if importlib.util.find_spec("sqlalchemy") else []
@@ -22,6 +26,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not glob.glob("/dev/nvidia[0-9]*"):
     # Triton reads it when a kernel is defined, so it must be there before anything imports triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # A property that says no number of its own. The parent is what hypothesis has chosen, which differs under CI.
+    hypothesis.settings.register_profile("budget", hypothesis.settings(), max_examples=examples(50, 100))
+    hypothesis.settings.load_profile("budget")
 
 TIME_IS_UP = "TESTS_SECONDS are over: left for `make test-full`"
 EXPECTED_SKIPS = ("needs a CUDA device", "needs the recorded traces", "needs the instruction set", TIME_IS_UP)
@@ -61,6 +72,10 @@ def _missing(marker: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+        tests = Path(__file__).parent
+        processes = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        items[:] = spread(items, processes, lambda item: item.path.relative_to(tests).parts[0])
     markers = ("gpu", "postgres", "clients")
     reasons = {m: _missing(m) for m in markers if any(i.get_closest_marker(m) for i in items)}
     for item in items:

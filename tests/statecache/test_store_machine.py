@@ -16,6 +16,7 @@ from statecache.policy import Policy
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind
+from tests.budget import examples
 from tests.statecache.world import OTHER_SALT, SALT, Clock, close_books, make, same, save
 
 PIECES = [np.full(n, v, dtype=np.int32) for n in (1, 30, 64, 100) for v in (1, 2)]
@@ -178,7 +179,7 @@ class CollidingMachine(CacheMachine):
 
 
 for machine in (CacheMachine, CollidingMachine):
-    machine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+    machine.TestCase.settings = settings(max_examples=examples(50, 100), stateful_step_count=25, deadline=None)
 
 RestartingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 

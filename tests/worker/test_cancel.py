@@ -21,6 +21,7 @@ from agentserve.worker.turn_loop import TurnLoop
 from engine.scheduler.pace import chunk_sizes
 from statecache.durable import open_states
 from statecache.types import BoundaryKind, MarkerTable
+from tests.budget import examples
 from tests.engine.helpers import make_engine
 from tests.fakes.hash_model import HashModel, expected_tokens, make_spec
 
@@ -220,7 +221,7 @@ def episode(seed: int, states: Counter[str]) -> int:
 STATES = {"queued", "grammar", "restoring", "paused", "prefilling", "decoding"}
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(examples(2, 4)))
 def test_a_cancel_at_any_moment_ends_the_turn_within_a_step_and_spoils_nothing(block: int) -> None:
     states: Counter[str] = Counter()
     count = sum(episode(seed, states) for seed in range(block * 40, block * 40 + 40))

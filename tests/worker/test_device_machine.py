@@ -23,6 +23,7 @@ from statecache.store import StateCache
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind, MarkerTable
+from tests.budget import examples
 from tests.engine.helpers import make_engine
 from tests.fakes.hash_model import HashModel, expected_tokens, make_spec
 
@@ -221,5 +222,5 @@ class DeviceMachine(RuleBasedStateMachine):
 
 TestDeviceMachine = DeviceMachine.TestCase
 TestDeviceMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(30, 60), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

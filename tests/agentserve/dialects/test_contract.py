@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -300,23 +301,25 @@ STRICT: Any = {
 STRICT_TOOL = FunctionTool(name="f", parameters=STRICT, strict=True)
 
 
+@functools.cache
+def grammars_of(tok: Tokenizer) -> Grammars:
+    """As a worker has: handing a vocabulary to the compiler takes longer than most grammars."""
+    return Grammars(lambda: tok, tok.vocab_size)
+
+
 def accepts(name: str, tok: Tokenizer, rule: OutputRule, pieces: Sequence[Piece]) -> bool:
     """Whether the grammar of an answer takes these ids, and then the end of the turn."""
     dialect = get_dialect(name)
     writer = LarkWriter(lambda text: tok.markers[text].id if text in tok.markers else None, dialect.markers.all)
     ends = list(ends_of(name, tok).turn_end)
     grammar = dialect.answer_grammar(rule, writer, "allowed")
-    grammars = Grammars(lambda: tok, tok.vocab_size)
-    mask = grammars.compile(grammar, ends).result()
+    mask = grammars_of(tok).compile(grammar, ends).result()
     ids = encode(tok, pieces)
-    try:
-        for token in [*ids, *([] if ids[-1] in ends else ends[:1])]:
-            bits = np.unpackbits(mask.words().view(np.uint8), bitorder="little")
-            if not bits[token]:
-                return False
-            mask.accept(token)
-    finally:
-        grammars.close()
+    for token in [*ids, *([] if ids[-1] in ends else ends[:1])]:
+        bits = np.unpackbits(mask.words().view(np.uint8), bitorder="little")
+        if not bits[token]:
+            return False
+        mask.accept(token)
     return True
 
 

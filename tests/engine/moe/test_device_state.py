@@ -12,6 +12,7 @@ from engine.moe.device_state import LENT, SlotState, floor_of
 from engine.moe.dispatch import plan_decode, publish
 from engine.moe.slots import NONE, SlotMap, make_policy
 from engine.moe.transfer import Ring
+from tests.budget import examples
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 steps = st.tuples(
@@ -31,7 +32,7 @@ def outputs(tokens: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lru_floor", "frequency"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 @given(slots=st.integers(1, 12), script=st.lists(steps, max_size=25))
 def test_admission_is_plan_decode(policy, slots, script):
     state, oracle = fresh(slots, policy)
@@ -88,7 +89,7 @@ def test_lent_slots_survive_the_way_to_the_host_and_back():
     ring.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     slots=st.integers(1, 12),
     policy=st.sampled_from(["lru", "lru_floor", "frequency"]),

@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest
 from engine.moe.dispatch import fetch_table, plan_decode, publish
 from engine.moe.slots import NONE, SlotMap, make_policy
 from engine.moe.transfer import Ring
+from tests.budget import examples
 
 LAYERS, EXPERTS = 3, 5
 POLICIES = ["lru", "lru_floor", "frequency"]
@@ -121,7 +122,7 @@ def test_slot_cache_agrees_with_a_dict(policy):
     Machine.policy = policy
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples(25, 60), stateful_step_count=30, deadline=None))
 
 
 def run_step(slots: SlotMap, layer: int, ids: list[int], memory: list[int], table: tuple[int, ...]) -> int:
