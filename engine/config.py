@@ -52,7 +52,7 @@ class EngineConfig:
 
     model_dir: directory with config.json and *.safetensors.
     backend: "cpu" is fast. For tests, in f32 and one token at a time, so that a token's result depends on its prefix alone, to
-        the bit: "exact" by the same kernels, on one thread, and "reference" by the plain ones.
+        the bit: "exact" by the same kernels, on one thread and without slots, and "reference" by the plain ones.
     dtype: of weights, activations and KV; "auto" = as the checkpoint stores them. f32 on the exact and reference backends.
     threads: CPU threads; "auto" = all cores of this process.
     page_size: token positions per KV page.

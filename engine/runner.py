@@ -76,6 +76,8 @@ def load_model(config: EngineConfig, tell: Callable[[float, str], None] = lambda
     if config.backend == "exact":
         if not cpu.available():
             raise Unsupported("backend exact: needs the C++ library; accepted without it: reference, which is slower")
+        if config.slots != "auto":
+            raise Unsupported(f"backend exact: slots={config.slots}, whose experts add up in another order; accepted: auto")
         cpu.set_threads(1)  # sums over a long context may be divided among threads
     elif config.backend in ("cpu", "cuda") and cpu.available():
         cpu.set_threads(threads)  # and leave torch alone: its threads spin, and all that it still does here is small
@@ -140,7 +142,7 @@ def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, Sl
         return decoder, None
     slots = min(int(config.slots), sum(moe.bank.rows for moe in moes))
     policy = make_policy(config.slot_policy, slots, len(moes))
-    native = config.backend in ("cpu", "exact") and cpu.available()
+    native = config.backend == "cpu" and cpu.available()
     offload = ExpertOffload([moe.bank for moe in moes], slots, policy, native)
     layers = tuple(
         replace(layer, mlp=replace(layer.mlp, offload=offload)) if isinstance(layer.mlp, Moe) else layer

@@ -26,7 +26,7 @@ LEARNED = 2
 
 
 class Watch:
-    """Notes every token's experts while an engine of the CPU, exact or reference backend runs. Load it with at least one slot
+    """Notes every token's experts while an engine of the CPU or reference backend runs. Load it with at least one slot
     for each expert: routes are seen where the engine asks its slots for experts.
 
     routes: by MoE layer, a list of int64 [tokens of a pass, top_k].
@@ -36,7 +36,7 @@ class Watch:
         decoder: Any = getattr(engine.model, "_decoder", None)
         offloads = [layer.mlp.offload for layer in decoder.layers] if decoder is not None else []
         if not offloads or offloads[0] is None:
-            raise ValueError("routes can be watched only on the cpu, exact and reference backends, with slots set")
+            raise ValueError("routes can be watched only on the cpu and reference backends, with slots set")
         offload = offloads[0]
         self.routes: list[list[np.ndarray]] = [[] for _ in offloads]
         forward = offload.forward

@@ -33,18 +33,19 @@ def hybrid(tmp_path_factory) -> Path:
     return save(make("qwen3_5_moe"), tmp_path_factory.mktemp("hybrid"))
 
 
+SIZES = {
+    "threads": 1,
+    "page_size": 16,
+    "chunk_tokens": 64,
+    "kv_tokens": 2048,
+    "snapshot_rows": 16,
+    "max_rows": 6,
+    "poison_freed": True,
+}
+
+
 def settings(directory: Path, **changes) -> EngineConfig:
-    fields = {
-        "model_dir": directory,
-        "threads": 1,
-        "page_size": 16,
-        "chunk_tokens": 64,
-        "kv_tokens": 2048,
-        "snapshot_rows": 16,
-        "max_rows": 6,
-        "poison_freed": True,
-    }
-    return EngineConfig(**(fields | changes))
+    return EngineConfig(model_dir=directory, **(SIZES | changes))
 
 
 def golden(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
@@ -183,15 +184,14 @@ RESTARTED = """
 import json, sys
 from pathlib import Path
 import numpy as np
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import KvRun, StateSnapshot
 from tests.engine.helpers import request, run
-from tests.engine.test_engine_models import settings
 
-directory, saved = Path(sys.argv[1]), Path(sys.argv[2])
+directory, saved, sizes = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 tokens = json.loads((saved / "tokens.json").read_text())
-engine = Engine.load(settings(directory, backend="exact"))
-answers = {}
+engine = Engine.load(EngineConfig(model_dir=directory, backend="exact", **sizes))
 for file in sorted(saved.glob("*.npz")):
     position = int(file.stem)
     parts = dict(np.load(file))
@@ -216,7 +216,7 @@ def test_a_dozen_positions_go_on_in_another_process(exact, hybrid, tmp_path):
     for position in positions:
         snapshot = cold.copy_out(log.hold_at("cold", position))
         np.savez(tmp_path / f"{position}.npz", kv=snapshot.kv[0].rows, **snapshot.state)
-    command = [sys.executable, "-W", "error", "-c", RESTARTED, str(hybrid), str(tmp_path)]
+    command = [sys.executable, "-W", "error", "-c", RESTARTED, str(hybrid), str(tmp_path), json.dumps(SIZES)]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)

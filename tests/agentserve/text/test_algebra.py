@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from agentserve.protocol.items import FunctionCall, FunctionCallOutput, FunctionTool, Item, Message, Reasoning
 from tests.agentserve.text.models import FAMILIES, model
 from tests.agentserve.text.play import Agent, answer, call, output, request, thought, user
+from tests.budget import examples
 
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces" / "airline_tool_calls.jsonl.gz"
 
 families = pytest.mark.parametrize("family", FAMILIES)
 quick = settings(
-    max_examples=40,
+    max_examples=examples(20, 40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -19,6 +19,7 @@ from agentserve.text.tokenizer import Tokenizer
 from statecache.types import BoundaryKind
 from tests.agentserve.text.models import FAMILIES, model
 from tests.agentserve.text.play import Agent, answer, call, output, request, thought, user
+from tests.budget import examples
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = FunctionTool(name="get_weather", description="Weather of a city", parameters=CITY)
@@ -26,7 +27,7 @@ CALL = call("c1", "get_weather", '{"city":"Paris"}')
 
 families = pytest.mark.parametrize("family", FAMILIES)
 slow_ok = settings(
-    max_examples=30,
+    max_examples=examples(15, 30),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

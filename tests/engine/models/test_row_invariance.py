@@ -58,6 +58,7 @@ def test_a_batch_gives_the_same_bits_as_alone(loaded, model_type):
     assert torch.equal(torch.cat(got), want)
 
 
+@pytest.mark.parametrize("loaded", ["reference"], indirect=True)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("slots", [1, 5])
 def test_fewer_slots_than_experts_give_the_same_bits(loaded, model_type, slots):
@@ -67,6 +68,8 @@ def test_fewer_slots_than_experts_give_the_same_bits(loaded, model_type, slots):
 
 
 def test_the_exact_backend_says_what_it_needs(tmp_path, monkeypatch):
+    with pytest.raises(Unsupported, match="exact: slots=5"):
+        load(save(make("qwen3_moe"), tmp_path), backend="exact", slots=5)
     monkeypatch.setattr(cpu, "available", lambda: False)
     with pytest.raises(Unsupported, match=r"exact: needs the C\+\+ library"):
         load(save(make("qwen3_moe"), tmp_path), backend="exact")
