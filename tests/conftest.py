@@ -71,6 +71,7 @@ def _missing(marker: str) -> str | None:
     return None
 
 
+@pytest.hookimpl(trylast=True)  # when it is known which are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
         tests = Path(__file__).parent

@@ -18,8 +18,9 @@ def spread(items: Sequence[Item], processes: int, folder: Callable[[Item], str])
         runs[number % processes] += [item for item in items if folder(item) == name]
     short = [item for item in items if folder(item) not in LONG]
     ordered: list[Item] = []
+    end = 0
     for number, run in enumerate(runs):
-        end = -(-len(items) * (number + 1) // processes)
+        end += (len(items) - end) // (processes - number)  # as xdist does
         room = max(0, end - len(ordered) - len(run))
         ordered += [*run, *short[:room]]
         short = short[room:]

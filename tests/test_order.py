@@ -26,8 +26,11 @@ def test_nothing_is_lost_and_each_folder_keeps_its_order(items: list[tuple[int, 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_the_run_of_each_process_begins_with_long_tests(processes: int) -> None:
-    items = list(enumerate(["agentserve"] * 50 + ["benchmarks"] * 4 + ["e2e"] * 6 + ["engine"] * 50 + ["worker"] * 10))
+    items = list(enumerate(["agentserve"] * 50 + ["benchmarks"] * 4 + ["e2e"] * 6 + ["engine"] * 50 + ["worker"] * 11))
     ordered = [folder(item) for item in spread(items, processes, folder)]
-    begins = [ordered[number * len(items) // processes] for number in range(processes)]
+    begins, at = [], 0
+    for left in range(processes, 0, -1):
+        begins.append(ordered[at])
+        at += (len(items) - at) // left
     assert begins == list(LONG[:processes])
     assert ordered[-1] not in LONG
