@@ -1,11 +1,13 @@
 """Routed experts on the CPU: the C++ executor against torch (`F.linear` per expert), same bf16 bank, same routes.
 
     python -m benchmarks.executor [--threads 1 2] [--tokens 1 8 64 512] [--repeats 15] [--isa NAME …] [--pages file] [--record]
+    python -m benchmarks.executor --each 1 4 8 16 32 64 --threads 12 --isa avx512_bf16 amx --pages huge
 
 2048 x 512 experts, top-8 of 256 (1.6 GB). Every round draws new routes, so weights come from memory and not from a cache;
 the two alternate within a round and the figure is the ratio of each pair. --pages: where the bank lies, for both. `file` is a
 mapped checkpoint, as the engine has it (in huge pages if the file system gives them: `huge_share` says how much is); `small`
-and `huge` are memory of its own.
+and `huge` are memory of its own. --each: instead, GB/s of weights by tokens of an expert, in a pass over 64 of the 256 experts
+at a time; the instruction sets alternate within a round, and the ratio is that of the last to the first.
 """
 
 from __future__ import annotations
@@ -141,6 +143,48 @@ def measure(bank: ExpertBank, tokens: int, threads: int, repeats: int, pages: st
     report("executor", f"experts of {HIDDEN} x {INTER}", workload, figures, record)
 
 
+EACH_EXPERTS = 64
+"""Of a pass with a given number of tokens for each: 0.4 GB, more than caches hold."""
+
+
+def even_routes(each: int, first: int) -> torch.Tensor:
+    """Routes of a pass that gives EACH_EXPERTS experts from `first` on `each` tokens. int32 [tokens, top_k], −1 = no choice."""
+    tokens = max(EACH_EXPERTS, EACH_EXPERTS * each // TOP_K)
+    ids = torch.full((TOP_K, tokens), -1, dtype=torch.int32)
+    chosen = torch.arange(first, first + EACH_EXPERTS, dtype=torch.int32).repeat_interleave(each)
+    ids.view(-1)[: len(chosen)] = chosen
+    return ids.t().contiguous()
+
+
+def measure_each(bank: ExpertBank, each: int, threads: int, isas: list[str], repeats: int, pages: str, record: bool) -> None:
+    executor = CpuExecutor(bank)
+    cpu.set_threads(threads)
+    torch.set_num_threads(1)  # inputs are made between calls, and its other threads would go on spinning
+    generator = torch.Generator().manual_seed(each)
+    rates: dict[str, list[float]] = {isa: [] for isa in isas}
+    turn = 0
+    for round_index in range(repeats + 2):
+        for isa in isas:
+            ids = even_routes(each, turn % (EXPERTS // EACH_EXPERTS) * EACH_EXPERTS)
+            turn += 1
+            x = torch.randn(len(ids), HIDDEN, generator=generator).bfloat16()
+            cpu.set_isa(isa)
+            wall_s, _ = seconds(executor.forward, (x, ids, torch.rand(ids.shape, generator=generator)))
+            if round_index >= 2:
+                rates[isa].append(EACH_EXPERTS * bank.record_bytes / wall_s / 1e9)
+    figures = {f"{isa}_gb_per_s": spread(values) for isa, values in rates.items()}
+    figures["ratio"] = spread([b / a for a, b in zip(rates[isas[0]], rates[isas[-1]], strict=True)])
+    workload = {
+        "tokens_each": each,
+        "threads": threads,
+        "experts": EACH_EXPERTS,
+        "top_k": TOP_K,
+        "dtype": "bf16",
+        "pages": pages,
+    }
+    report("executor", f"experts of {HIDDEN} x {INTER}", workload, figures, record)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -148,12 +192,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--isa", nargs="+", choices=cpu.ISAS, help="instruction sets to measure (default: the best)")
     parser.add_argument("--pages", choices=("file", "small", "huge"), default="file", help="where the bank lies, for both")
+    parser.add_argument("--each", type=int, nargs="+", metavar="TOKENS", help="GB/s of weights by tokens of an expert, instead")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     if not cpu.available():
         parser.exit(1, f"no C++ library: {cpu.reason()}\n")
     with tempfile.TemporaryDirectory() as scratch:
         bank = random_bank(arguments.pages, Path(scratch))
+        for each in arguments.each or []:
+            for threads in arguments.threads:
+                isas = arguments.isa or [cpu.isa()]
+                measure_each(bank, each, threads, isas, arguments.repeats, arguments.pages, arguments.record)
+        if arguments.each:
+            return
         for isa in arguments.isa or [None]:
             cpu.set_isa(isa)
             for threads in arguments.threads:

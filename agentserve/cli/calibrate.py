@@ -58,6 +58,7 @@ def calibrate(
             rates = measuring.cpu_only(record, HostDevice(), seconds, memory_mb << 20)
             measured = {key: getattr(rates, key) for key in ("cpu_mbs", "handoff_ns", "cpu_tokens")}
             typer.echo(f"  CPU alone: {rates.cpu_mbs / 1000:.1f} GB/s, hand-off {rates.handoff_ns / 1000:.0f} µs")
+            typer.echo(f"  CPU: {rates.cpu_tokens} tokens of an expert while it is read")
             typer.echo("  not measured: the link alone, link and CPU together, the device's memory: there is no device")
         else:
             bank = measuring.synthetic_bank(record, memory_mb << 20)
@@ -71,6 +72,7 @@ def calibrate(
             measured = asdict(rates)
             typer.echo(f"  link alone: {rates.link_mbs / 1000:.1f} GB/s by kernels, {rates.copy_mbs / 1000:.1f} by copy engine")
             typer.echo(f"  CPU alone: {rates.cpu_mbs / 1000:.1f} GB/s, hand-off {rates.handoff_ns / 1000:.0f} µs")
+            typer.echo(f"  CPU: {rates.cpu_tokens} tokens of an expert while it is read")
             typer.echo(f"  together: {rates.both_link_mbs / 1000:.1f} + {rates.both_cpu_mbs / 1000:.1f} GB/s")
             typer.echo(f"  parts of experts: {rates.direct_mbs / 1000:.1f} GB/s beside {rates.direct_ns / 1000:.0f} µs a layer")
             typer.echo(

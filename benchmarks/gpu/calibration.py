@@ -113,7 +113,7 @@ def parts(device: Device, ops: ModuleType, bank: HostBank, seconds: float) -> di
                 "us_beside_cpu": round(nbytes / reads.calls / beside, 2),
                 "gb_s_beside_cpu": beside / 1000,
                 "cpu_gb_s_beside": cpu / 1000,
-                "cpu_us": side.request_ns(1, 1, seconds / 4, reads.inter - rows) / 1000,
+                "cpu_us": side.request_ns(1, 1, seconds / 4, taken=reads.inter - rows) / 1000,
             }
     finally:
         side.close()

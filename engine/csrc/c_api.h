@@ -19,7 +19,16 @@ extern "C" {
 
 enum { ASV_ABI_VERSION = 3 };
 
-enum asv_isa { ASV_SCALAR = 0, ASV_AVX2 = 1, ASV_AVX512 = 2, ASV_AVX512BF16 = 3, ASV_ISA_COUNT = 4 };
+// Best ones last; ASV_AMX_EMULATED, the code of ASV_AMX on plain vectors, is for tests and never chosen by itself.
+enum asv_isa {
+  ASV_SCALAR = 0,
+  ASV_AVX2 = 1,
+  ASV_AVX512 = 2,
+  ASV_AVX512BF16 = 3,
+  ASV_AMX = 4,
+  ASV_AMX_EMULATED = 5,
+  ASV_ISA_COUNT = 6
+};
 
 enum asv_dtype { ASV_F32 = 0, ASV_BF16 = 1 };
 

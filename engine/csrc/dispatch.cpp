@@ -10,6 +10,10 @@
 #if defined(ASV_X86)
 #include <cpuid.h>
 #endif
+#if defined(ASV_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace asv {
 namespace {
@@ -23,7 +27,9 @@ struct Isa {
 constexpr Isa kIsas[ASV_ISA_COUNT] = {{"scalar", &kScalarTable},
                                       {"avx2", &kAvx2Table},
                                       {"avx512", &kAvx512Table},
-                                      {"avx512_bf16", &kAvx512Bf16Table}};
+                                      {"avx512_bf16", &kAvx512Bf16Table},
+                                      {"amx", &kAmxTable},
+                                      {"amx_emulated", &kAmxEmulatedTable}};
 
 bool os_saves(uint32_t state_bits) {
   uint32_t a, b, c, d;
@@ -33,28 +39,43 @@ bool os_saves(uint32_t state_bits) {
   return (low & state_bits) == state_bits;
 }
 
+// Tile registers are 8 KiB of state, which Linux keeps only for processes that ask for it; it refuses where a signal stack of the
+// process is too small for them. Asked once: what was granted stays.
+bool tiles_granted() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
 bool supported(int isa) {
-  if (isa == ASV_SCALAR) return true;
+  if (isa == ASV_SCALAR || isa == ASV_AMX_EMULATED) return true;
   uint32_t a, b, c, d, c1 = 0;
   if (!__get_cpuid(1, &a, &b, &c1, &d)) return false;
   bool fma = (c1 >> 12) & 1;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  bool tiles = ((d >> 22) & 1) && ((d >> 24) & 1);  // AMX-BF16, AMX-TILE
   bool avx2 = ((b >> 5) & 1) && fma && os_saves(0x6);
   if (isa == ASV_AVX2) return avx2;
   bool avx512 = avx2 && ((b >> 16) & 1) && ((b >> 17) & 1) && ((b >> 30) & 1) && ((b >> 31) & 1) && os_saves(0xe6);
   if (isa == ASV_AVX512) return avx512;
   uint32_t a1 = 0;
   if (!__get_cpuid_count(7, 1, &a1, &b, &c, &d)) return false;
-  return isa == ASV_AVX512BF16 && avx512 && ((a1 >> 5) & 1);
+  bool pairs = avx512 && ((a1 >> 5) & 1);
+  if (isa == ASV_AVX512BF16) return pairs;
+  return isa == ASV_AMX && pairs && tiles && os_saves(0x600e6) && tiles_granted();
 }
 #else
 constexpr Isa kIsas[ASV_ISA_COUNT] = {{"scalar", &kScalarTable}, {"avx2", nullptr}, {"avx512", nullptr},
-                                      {"avx512_bf16", nullptr}};
-bool supported(int isa) { return isa == ASV_SCALAR; }
+                                      {"avx512_bf16", nullptr},  {"amx", nullptr},  {"amx_emulated", &kAmxEmulatedTable}};
+bool supported(int isa) { return isa == ASV_SCALAR || isa == ASV_AMX_EMULATED; }
 #endif
 
 int best() {
-  int isa = ASV_ISA_COUNT - 1;
+  int isa = ASV_AMX;
   while (!supported(isa)) --isa;
   return isa;
 }

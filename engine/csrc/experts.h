@@ -29,9 +29,16 @@ struct Group {
   int panels() const { return ceil_div(lanes, W); }
 };
 
-// A last partial vector costs as much as a full one, about twice as much as dot tiles do for half of it.
-static inline int lanes_of(int count) {
+// From so many tokens on an expert's products are made in tiles: dot tiles take more time than reading its weights then.
+constexpr int kTileTokens = 5;
+
+// A last partial vector costs as much as a full one, about twice as much as dot tiles do for half of it. Tiles cost the same
+// however full they are, and sum in another order: a batch of few tokens does without, so that they do not change each other.
+template <class M>
+static inline int lanes_of(int count, int tokens) {
+  if (kTiled<M> && tokens > kMaxDotTokens && count >= kTileTokens) return count;
   if (count <= kMaxDotTokens) return 0;
+  if (kTiled<M>) return count;
   return count % W <= W / 2 ? count - count % W : count;
 }
 
@@ -41,6 +48,7 @@ struct Grouping {
   int n_groups;
 };
 
+template <class M>
 static Grouping group_pairs(const ExpertArgs &a) {
   size_t n_pairs = size_t(a.T) * a.top_k;
   char *memory = (char *)shared_scratch(1, size_t(a.E) * (sizeof(Group) + 4) + n_pairs * 4 + 64);
@@ -53,7 +61,7 @@ static Grouping group_pairs(const ExpertArgs &a) {
   int at = 0, n = 0;
   for (int e = 0; e < a.E; ++e) {
     int count = next[e];
-    if (count > 0) groups[n++] = Group{e, at, count, lanes_of(count), nullptr, nullptr, nullptr};
+    if (count > 0) groups[n++] = Group{e, at, count, lanes_of<M>(count, a.T), nullptr, nullptr, nullptr};
     next[e] = at;
     at += count;
   }
@@ -75,6 +83,8 @@ static inline void store_hidden(MulBF16, const float *gate, const float *up, int
   }
 }
 #endif
+
+constexpr int kTokenBlock = 16;
 
 template <class M, class XT, class WT>
 struct Experts {
@@ -99,6 +109,7 @@ struct Experts {
     int first = panel * W, n = min_int(W, group.lanes - first);
     for (int i = 0; i < n; ++i) rows[i] = (const XT *)a.x + token_of(group.first + first + i) * a.xs;
     pack_panel(M(), rows, n, a.H, group.x + panel * x_panel);
+    pad_panel<M>(group.h + panel * h_panel, a.I);
   }
 
   void gate_up_dot(const Group &group, int i0, int i1) {
@@ -195,7 +206,9 @@ struct Experts {
         if (task % max_panels < group.panels()) pack(group, task % max_panels);
       });
     double flops = 2.0 * pairs * a.H * a.I, weights = double(n) * a.H * a.I * sizeof(WT);
-    int i_block = min_int(kBlock / 2, block_rows(size_t(a.H) * 2 * sizeof(WT))), i_tasks = ceil_div(a.I, i_block);
+    int i_block = min_int(kBlock / 2, block_rows(size_t(a.H) * 2 * sizeof(WT))), i_tasks;
+    if (kTiled<M>) i_block = round_up(i_block, kStrip);
+    i_tasks = ceil_div(a.I, i_block);
     parallel(n * i_tasks, estimate_us(flops * 2, weights * 2), [&](int task, int worker) {
       const Group &group = groups[task / i_tasks];
       int i0 = task % i_tasks * i_block, i1 = min_int(a.I, i0 + i_block);
@@ -204,8 +217,13 @@ struct Experts {
     });
     // Every expert's part of a task is one run through memory: short runs waste what was prefetched behind them.
     int h_block = max_panels > 0 ? kBlock : max_int(32, block_rows(size_t(n) * a.I * sizeof(WT)));
-    parallel(ceil_div(a.H, h_block), estimate_us(flops, weights), [&](int task, int worker) {
-      int h0 = task * h_block, h1 = min_int(a.H, h0 + h_block);
+    // Tiles: whole rounds of blocks for all threads, then strips, so that 12 threads end together with 2,048 rows.
+    bool strips = kTiled<M> && max_panels > 0;
+    int blocks = strips ? a.H / (h_block * pool_threads()) * pool_threads() : ceil_div(a.H, h_block);
+    int left = strips ? ceil_div(a.H - blocks * h_block, kStrip) : 0;
+    parallel(blocks + left, estimate_us(flops, weights), [&](int task, int worker) {
+      int h0 = task < blocks ? task * h_block : blocks * h_block + (task - blocks) * kStrip;
+      int h1 = min_int(a.H, h0 + (task < blocks ? h_block : kStrip));
       for (int i = 0; i < n; ++i) {
         if (groups[i].lanes > 0) down_lanes(groups[i], h0, h1, worker);
         if (groups[i].lanes < groups[i].count) down_dot(groups[i], h0, h1);
@@ -228,7 +246,7 @@ struct Experts {
       x_rows = copy;
       x_ld = a.H;
     }
-    __builtin_memset(sum, 0, size_t(a.T) * a.H * sizeof(float));
+    for_tokens([&](int t, int n) { __builtin_memset(sum + size_t(t) * a.H, 0, size_t(n) * a.H * sizeof(float)); });
     // A batch's panels should stay in L2 until its down pass has read them.
     size_t budget = size_t(640 << 10) * pool_threads();
     for (int first = 0; first < g.n_groups;) {
@@ -243,14 +261,24 @@ struct Experts {
       run_batch(first, n);
       first += n;
     }
-    for (int t = 0; t < a.T; ++t)
-      store_row(a.out, a.out_bf, t * a.os, sum + size_t(t) * a.H, a.H, a.res, a.res_bf, t * a.rs);
+    for_tokens([&](int t, int n) {
+      for (int end = t + n; t < end; ++t)
+        store_row(a.out, a.out_bf, t * a.os, sum + size_t(t) * a.H, a.H, a.res, a.res_bf, t * a.rs);
+    });
+  }
+
+  // body(first, n) over all tokens; alone, a thread would spend more on the sums of 1,024 than all do on ten experts' weights.
+  template <class F>
+  void for_tokens(F &&body) const {
+    parallel(ceil_div(a.T, kTokenBlock), a.T * double(a.H) * sizeof(float) / 10e3, [&](int task, int) {
+      body(task * kTokenBlock, min_int(kTokenBlock, a.T - task * kTokenBlock));
+    });
   }
 };
 
 template <class M, class XT, class WT>
 static void experts_typed(const ExpertArgs &a) {
-  Experts<M, XT, WT> run = {a, group_pairs(a), nullptr, 0, nullptr, panel_bytes<M>(a.H), panel_bytes<M>(a.I)};
+  Experts<M, XT, WT> run = {a, group_pairs<M>(a), nullptr, 0, nullptr, panel_bytes<M>(a.H), panel_bytes<M>(a.I)};
   run.sum = (float *)shared_scratch(4, size_t(a.T) * a.H * sizeof(float));
   run.run();
 }

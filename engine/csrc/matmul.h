@@ -5,16 +5,35 @@
 //               DRAM, needs no packing; one horizontal sum at the end.
 //   lane tile   many tokens: a vector holds one K unit of W tokens ("panel", packed once per operation), a weight unit is
 //               broadcast. No horizontal sums; results appear as [row][token].
+//               With tile registers (tiles.h), 16 rows by 16 tokens are one instruction's work.
 // A unit is 4 bytes: one f32, or two bf16 where the machine multiplies bf16 pairs. The multiplier M says which.
+
+// Whether products of many tokens with this multiplier are made in tiles.
+#if defined(ASV_HAVE_TILES)
+template <class M>
+constexpr bool kTiled = M::kPerUnit == 2;
+#else
+template <class M>
+constexpr bool kTiled = false;
+#endif
 
 template <class M>
 static inline int units(int k) {
   return ceil_div(k, M::kPerUnit);
 }
+// Units of a panel: of whole tiles where the multiplier's products are made in tiles, zeros behind those of K.
+template <class M>
+static inline int panel_units(int k) {
+  return kTiled<M> ? round_up(units<M>(k), 16) : units<M>(k);
+}
 // Bytes of one panel (W tokens); one spare line keeps neighbouring panels off the same cache sets.
 template <class M>
 static inline size_t panel_bytes(int k) {
-  return size_t(units<M>(k)) * W * 4 + 64;
+  return size_t(panel_units<M>(k)) * W * 4 + 64;
+}
+template <class M>
+static inline void pad_panel(char *panel, int k) {
+  __builtin_memset(panel + size_t(units<M>(k)) * W * 4, 0, size_t(panel_units<M>(k) - units<M>(k)) * W * 4);
 }
 
 // Before a loop over an array of accumulators: without it GCC 12 unrolls too late to keep the array in registers, and stores
@@ -47,6 +66,7 @@ static inline void pack_panel(MulBF16, const bf16 *const *rows, int n, int k, ch
     v_transpose(r);
     for (int i = 0; i < ceil_div(part, 2); ++i) v_store(out + size_t(at / 2 + i) * W, r[i]);
   }
+  pad_panel<MulBF16>(panel, k);
 }
 #endif
 
@@ -189,6 +209,7 @@ static inline void for_panels(int panels, F &&body) {
 }
 
 constexpr int kBlock = 64;  // most rows of a lane block
+constexpr int kStrip = 16;  // rows of a tile
 // K units of a lane block's step: a tile's panels and rows for so many stay in L1 while all tiles of the block use them.
 constexpr int kLaneUnits = W >= 16 ? 128 : 256;
 
@@ -198,6 +219,10 @@ struct Run {
   const WT *at;
   int rows;
 };
+
+#if defined(ASV_HAVE_TILES)
+#include "tiles.h"
+#endif
 
 template <class M>
 static inline size_t lane_scratch(int rows) {
@@ -210,6 +235,9 @@ static inline size_t lane_scratch(int rows) {
 template <class M, class WT>
 static void lane_block(const Run<WT> *runs, int n_runs, ptrdiff_t ld, int k, const char *panels, size_t panel_stride, int n_panels,
                        float *sums, int ldsums, char *scratch) {
+#if defined(ASV_HAVE_TILES)
+  if constexpr (kTiled<M>) return tile_block(runs, n_runs, ld, k, panels, panel_stride, n_panels, sums, ldsums);
+#endif
   constexpr int kStep = kLaneUnits * M::kPerUnit;
   const ptrdiff_t row_bytes = ld * ptrdiff_t(sizeof(WT));
   for (int i = 0; i < n_runs; ++i)
@@ -261,10 +289,11 @@ struct DotLoad<MulF32, WT> {
 #if defined(ASV_HAVE_BF16)
 template <>
 struct DotLoad<MulBF16, bf16> {
-  static inline __m512bh w(const bf16 *p) { return MulBF16::load((const char *)p); }
-  static inline __m512bh wn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
-  static inline __m512bh x(const bf16 *p) { return MulBF16::load((const char *)p); }
-  static inline __m512bh xn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
+  using B = MulBF16::B;
+  static inline B w(const bf16 *p) { return MulBF16::load((const char *)p); }
+  static inline B wn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
+  static inline B x(const bf16 *p) { return MulBF16::load((const char *)p); }
+  static inline B xn(const bf16 *p, int n) { return MulBF16::loadn(p, n); }
 };
 #endif
 

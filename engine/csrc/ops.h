@@ -47,10 +47,12 @@ struct KernelTable {
 };
 
 extern const KernelTable kScalarTable;
+extern const KernelTable kAmxEmulatedTable;
 #if defined(ASV_X86)
 extern const KernelTable kAvx2Table;
 extern const KernelTable kAvx512Table;
 extern const KernelTable kAvx512Bf16Table;
+extern const KernelTable kAmxTable;
 #endif
 
 }  // namespace asv

@@ -7,8 +7,8 @@ Everything is measured with what serving uses: the same kernels, the same execut
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -26,7 +26,9 @@ BANK_BYTES = 1 << 30
 """Larger than caches, so that rates are those of memory."""
 SECONDS = 0.5
 TOP_K = 8
-MOST_TOKENS = 64
+MOST_TOKENS = 256
+PASS_ROWS = 32
+"""Tokens that make a request a prefill pass for the executor, which computes a decode step's few tokens in another way."""
 WAIT_US = 20_000_000
 MAILBOX_NS = 6_000
 """From a device's write to the executor's look and back: three crossings of the bus."""
@@ -54,13 +56,15 @@ class CpuSide:
         self._counts, self._shares = torch.tensor([0, 1, 0, 0], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self._next = 0
 
-    def ask(self, tokens: int, experts: int, taken: int = 0) -> None:
-        """Send a request for `experts` different experts, each with `tokens` tokens, without their last `taken` inner rows."""
+    def ask(self, tokens: int, experts: int, rows: int = 0, taken: int = 0) -> None:
+        """Send a request for `experts` different experts, each with `tokens` tokens, without their last `taken` inner rows.
+        rows: tokens of the request, with those that choose nothing."""
+        rows = max(rows, tokens)
         self._shares.fill_(taken)
-        ids = torch.full((tokens, TOP_K), -1, dtype=torch.int32)
-        ids[:, :experts] = torch.arange(experts, dtype=torch.int32)
-        weights = torch.full((tokens, TOP_K), 1 / TOP_K)
-        x = torch.ones(tokens, self.bank.record.hidden, dtype=self.bank.record.dtype)
+        ids = torch.full((rows, TOP_K), -1, dtype=torch.int32)
+        ids[:tokens, :experts] = torch.arange(experts, dtype=torch.int32)
+        weights = torch.full((rows, TOP_K), 1 / TOP_K)
+        x = torch.ones(rows, self.bank.record.hidden, dtype=self.bank.record.dtype)
         box, layer = self.box, self._next % self.layers
         request = (box.request, box.x, box.ids, box.weights)
         self._next += 1
@@ -75,11 +79,11 @@ class CpuSide:
     def answered(self) -> bool:
         return int(self.box.reply[0]) == int(self.box.epoch[0])
 
-    def request_ns(self, tokens: int, experts: int, seconds: float, taken: int = 0) -> int:
+    def request_ns(self, tokens: int, experts: int, seconds: float, rows: int = 0, taken: int = 0) -> int:
         """Median time that such a request takes the executor, without the asking, which is slow in Python."""
         times, until = [], time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < until:
-            self.ask(tokens, experts, taken)
+            self.ask(tokens, experts, rows, taken)
             self.wait()
             times.append(self.box.busy_ns)
         return sorted(times)[len(times) // 2]
@@ -104,16 +108,37 @@ def synthetic_bank(record: Record, nbytes: int = BANK_BYTES) -> HostBank:
     return bank
 
 
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """One thread for torch's own operations on the host: the others go on spinning after each of them, on the cores that the
+    executor is measured on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@quiet_torch()
 def measure_cpu(side: CpuSide, seconds: float = SECONDS) -> CpuRates:
     """The CPU alone."""
     record = side.bank.record.nbytes
     side.request_ns(1, TOP_K, seconds / 4)  # threads, pages and clocks warm up
     empty = side.request_ns(1, 0, seconds / 4)
     one = side.request_ns(1, TOP_K, seconds)
+    return CpuRates(
+        max(1, TOP_K * record * 1000 // max(1, one - empty)), MAILBOX_NS + empty, tokens_for_free(side, seconds)
+    )
+
+
+def tokens_for_free(side: CpuSide, seconds: float) -> int:
+    """Tokens of each expert, doubled as long as a pass takes at most a quarter more than one with a token of each."""
+    one = side.request_ns(1, TOP_K, seconds / 4, PASS_ROWS)
     tokens = 1
-    while 2 * tokens <= MOST_TOKENS and 4 * side.request_ns(2 * tokens, TOP_K, seconds / 8) <= 5 * one:
+    while 2 * tokens <= MOST_TOKENS and 4 * side.request_ns(2 * tokens, TOP_K, seconds / 8, PASS_ROWS) <= 5 * one:
         tokens *= 2
-    return CpuRates(max(1, TOP_K * record * 1000 // max(1, one - empty)), MAILBOX_NS + empty, tokens)
+    return tokens
 
 
 def measure(

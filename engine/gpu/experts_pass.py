@@ -68,6 +68,7 @@ class ExpertPass:
                 experts=pool.experts,
                 missing=missing,
                 handoff_tokens=pool.box.tokens,
+                handoff_bytes=pool.box.token_bytes,
                 ring=ring_slots(pool.slots, pool.layers, pool.experts, missing),
                 compute_ns=tokens * flops // max(1, rates.gpu_gflops),
             )

@@ -20,7 +20,8 @@ FILE_NAME: Final = "libagentserve_cpu.so"
 # struct asv_op: code, flags, 14 pointers, 14 integers, 4 floats.
 RECORD: Final = struct.Struct("@2i14Q14i4f")
 
-ISAS: Final = ("scalar", "avx2", "avx512", "avx512_bf16")
+ISAS: Final = ("scalar", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
+"""As in c_api.h. amx_emulated is what amx is, with the tiles in memory: for tests, slow."""
 
 ROWS, SEQS, OUTPUTS = -1, -2, -3
 

@@ -136,18 +136,18 @@ def union_table(rates: Rates, record_bytes: int, most: int, tokens: int, top_k: 
     where each takes as long as reading it or as computing its tokens, whichever is longer."""
     used = max(1, expected_union(tokens, top_k, experts))
     each = -(-tokens * top_k // used)
-    slow = replace(
-        rates,
-        cpu_mbs=_by_tokens(rates.cpu_mbs, each, rates.cpu_tokens),
-        both_cpu_mbs=_by_tokens(rates.both_cpu_mbs, each, rates.cpu_tokens),
-    )
     reach = min(most, tokens * top_k)
-    table = decode_table(slow, record_bytes, reach, used)
+    table = decode_table(_slowed(rates, each), record_bytes, reach, used)
     return table + table[-1:] * (most - reach)
 
 
-def _by_tokens(mbs: int, tokens: int, cpu_tokens: int) -> int:
-    return max(1, mbs * cpu_tokens // max(cpu_tokens, tokens))
+def _slowed(rates: Rates, each: int) -> Rates:
+    """Where experts have so many tokens each."""
+
+    def slowed(mbs: int) -> int:
+        return max(1, mbs * rates.cpu_tokens // max(rates.cpu_tokens, each))
+
+    return replace(rates, cpu_mbs=slowed(rates.cpu_mbs), both_cpu_mbs=slowed(rates.both_cpu_mbs))
 
 
 def expected_union(tokens: int, top_k: int, experts: int) -> int:
@@ -181,27 +181,26 @@ def plan_layer(
     experts: int,
     missing: int,
     handoff_tokens: int,
+    handoff_bytes: int,
     ring: int,
     compute_ns: int,
 ) -> LayerPlan:
     """How one layer's missing experts could come to a prefill batch.
 
-    missing: experts of the layer without a slot. handoff_tokens: most that the CPU takes; ring: slots that streaming may
-    borrow.
+    missing: experts of the layer without a slot. handoff_tokens: most that the CPU takes; handoff_bytes: of each of
+    the batch's tokens, there and back, whatever it routes to. ring: slots that streaming may borrow.
     compute_ns: of the batch in a layer, behind which a stream hides.
     """
     used = expected_union(tokens, top_k, experts)
     wanted = -(-missing * used // max(1, experts))
     table = None
+    union_ns = layer_ns(rates, record_bytes, 0, wanted, wanted)
     if tokens <= handoff_tokens:
-        table = union_table(rates, record_bytes, experts, tokens, top_k, experts)
-        fetched = table[wanted]
-        slow = _by_tokens(rates.both_cpu_mbs, -(-tokens * top_k // max(1, used)), rates.cpu_tokens)
-        union_ns = layer_ns(replace(rates, both_cpu_mbs=slow, cpu_mbs=slow), record_bytes, 0, wanted, fetched)
-        if fetched == wanted:
-            table = None
-    else:
-        union_ns = layer_ns(rates, record_bytes, 0, wanted, wanted)
+        shares = union_table(rates, record_bytes, experts, tokens, top_k, experts)
+        slow = _slowed(rates, -(-tokens * top_k // max(1, used)))
+        shared_ns = layer_ns(slow, record_bytes, 0, wanted, shares[wanted]) + _ns(tokens * handoff_bytes, rates.link_mbs)
+        if shares[wanted] < wanted and shared_ns < union_ns:
+            table, union_ns = shares, shared_ns
     stream_ns = max(0, missing * _ns(record_bytes, rates.copy_mbs) - compute_ns) if ring >= 2 else None
     return LayerPlan(union_ns if missing else 0, stream_ns, table)
 

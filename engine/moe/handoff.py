@@ -77,6 +77,8 @@ class Mailbox:
     def __init__(self, device: Device, tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
         layout = BoxLayout(tokens, hidden, top_k, dtype.itemsize)
         self.tokens, self.top_k = tokens, top_k
+        self.token_bytes = hidden * (dtype.itemsize + 4)
+        """What crosses the link for a token: its activation there, its sum over the executor's experts back."""
         self.memory = device.pinned(layout.nbytes, dtype=torch.uint8)
         assert self.memory.data_ptr() % 64 == 0
 

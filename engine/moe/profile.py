@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from engine.kernels import cpu
 from engine.moe.cost import Rates
 
 log = logging.getLogger(__name__)
@@ -17,8 +18,9 @@ VERSION = 1
 
 
 def machine_key(device: str | None, threads: int) -> str:
-    """What rates are measured on: device, processor, threads of the executor."""
-    return f"{device or 'no device'} | {_processor()} | {threads} threads"
+    """What rates are measured on: device, processor, threads and instruction set of the executor."""
+    kernels = cpu.isa() if cpu.available() else "torch"
+    return f"{device or 'no device'} | {_processor()} | {threads} threads | {kernels}"
 
 
 def record_key(hidden: int, inter: int, dtype: str) -> str:

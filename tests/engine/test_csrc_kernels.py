@@ -277,6 +277,39 @@ def test_a_part_without_rows_or_with_gaps_is_refused(part: slice) -> None:
         cpu.experts_forward(x, ids, weights, gate_up, down, part)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("hidden", "inter"), [(512, 64), (600, 48), (97, 33), (352, 40)])
+@pytest.mark.parametrize("t", [17, 33, 70])
+def test_experts_with_many_tokens_and_with_few(dtype: torch.dtype, t: int, hidden: int, inter: int, threads: int) -> None:
+    """Whole blocks, strips and tiles, what is left of each, and groups of 1, 4, 5, 16 and all tokens in one batch."""
+    x, ids, weights, gate_up, down = expert_case(t, hidden, inter, 5, 3, dtype)
+    chosen = [0, *[1] * 4, *[2] * 5, *[3] * 16]
+    ids[:, 0] = 4
+    ids[:, 1:].t().copy_(torch.tensor(chosen + [-1] * (2 * t - len(chosen))).view(2, t))
+    want = reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float())
+    cpu.set_threads(threads)
+    try:
+        close(cpu.experts_forward(x, ids, weights, gate_up, down), want, dtype)
+    finally:
+        cpu.set_threads(1)
+
+
+def test_a_larger_batch_after_a_smaller_one_reads_nothing_of_it() -> None:
+    """Scratch is kept between calls: what lies behind a tail of K is another call's, here not even numbers."""
+    huge = torch.full((40, 256), float("inf"), dtype=torch.bfloat16)
+    bank = huge[:1].expand(512, 256).contiguous()[None], torch.ones(1, 256, 256).bfloat16()
+    cpu.experts_forward(huge, torch.zeros(40, 1, dtype=torch.int32), torch.ones(40, 1), *bank)
+    x, ids, weights, gate_up, down = expert_case(40, 50, 22, 2, 1, torch.bfloat16)
+    want = reference.experts_forward(x.float(), ids, weights, gate_up.float(), down.float())
+    close(cpu.experts_forward(x, ids, weights, gate_up, down), want, torch.bfloat16)
+
+
+def test_emulation_is_never_chosen_by_itself() -> None:
+    cpu.set_isa(None)
+    assert cpu.isa() != "amx_emulated"
+    assert "amx_emulated" in cpu.isas()
+
+
 def test_experts_add_a_residual_and_keep_a_token_independent_of_its_batch(dtype: torch.dtype) -> None:
     x, ids, weights, gate_up, down = expert_case(8, 96, 40, 8, 3, dtype)
     residual, out = randn(8, 96, dtype=dtype, seed=5), torch.empty(8, 96, dtype=dtype)

@@ -16,7 +16,7 @@ from engine.errors import DeviceError
 from engine.gpu import calibrate, load
 from engine.gpu.direct import CALLS, LEAST_ROWS, DirectReads, fitted, rate_and_cost
 from engine.gpu.experts import Reads
-from engine.kernels import plain
+from engine.kernels import cpu, plain
 from engine.moe import profile
 from engine.moe.cost import ASSUMED, Rates
 from engine.moe.host_bank import Record
@@ -114,6 +114,44 @@ def test_rate_and_cost_follow_from_two_times(rate, fixed, inter):
 @pytest.mark.parametrize("seen", [{64: 100, 256: 100}, {64: 200, 256: 100}, {64: 10, 256: 10_000}])
 def test_times_that_no_rate_explains_are_all_put_down_to_the_larger_part(seen):
     assert rate_and_cost(1 << 20, 512, seen) == ((1 << 19) * 1000 // seen[256], 0)
+class Machine:
+    """Answers in the time of reading, or of multiplying `free` tokens: what is more."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.asked: list[tuple[int, int]] = []
+
+    def request_ns(self, tokens: int, experts: int, seconds: float, rows: int = 0) -> int:
+        self.asked.append((tokens, rows))
+        return 1000 * max(1, -(-tokens // self.free))
+
+
+@pytest.mark.parametrize(("free", "found"), [(1, 1), (4, 4), (32, 32), (100, 64), (10_000, calibrate.MOST_TOKENS)])
+def test_tokens_are_doubled_until_a_pass_takes_longer(free, found):
+    machine = Machine(free)
+    assert calibrate.tokens_for_free(machine, 0.01) == found  # type: ignore[arg-type]
+    assert all(rows > 16 for _, rows in machine.asked), "up to 16 tokens are multiplied as a decode step's"
+
+
+def test_rows_of_a_request_that_choose_nothing_read_nothing():
+    side = calibrate.CpuSide(bank(), HostDevice())
+    try:
+        side.ask(2, 5, rows=40)
+        side.wait()
+        assert int(side.box.request[2]) == 40
+        assert side.done()[1] in (5 * 3 * 64 * 32 * 4, 5 * RECORD.nbytes)
+    finally:
+        side.close()
+
+
+def test_rates_belong_to_an_instruction_set(monkeypatch):
+    if not cpu.available():
+        pytest.skip("no C++ library")
+    keys = set()
+    for name in cpu.isas():
+        monkeypatch.setattr(cpu, "isa", lambda name=name: name)
+        keys.add(profile.machine_key("board", 4))
+    assert len(keys) == len(cpu.isas())
 
 
 def test_rates_are_found_again_for_the_same_machine_and_record_alone(tmp_path):

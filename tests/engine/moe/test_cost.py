@@ -156,15 +156,16 @@ def test_the_union_of_evenly_chosen_experts(tokens, top_k, experts):
     assert expected_union(tokens, top_k, experts) <= experts
 
 
-def plan(tokens: int, missing: int, ring: int = 512, compute_ns: int = 500_000):
+def plan(tokens: int, missing: int, ring: int = 512, compute_ns: int = 500_000, rates: Rates = SERVER, crossing: int = 12_288):
     return plan_layer(
-        SERVER,
+        rates,
         RECORD,
         tokens=tokens,
         top_k=8,
         experts=256,
         missing=missing,
         handoff_tokens=1024,
+        handoff_bytes=crossing,
         ring=ring,
         compute_ns=compute_ns,
     )
@@ -181,6 +182,23 @@ def test_short_suffixes_fetch_their_union_with_the_cpu_and_long_ones_stream():
     assert long.table is None
     assert plan(8192, 192, ring=0).stream_ns is None
     assert plan(8192, 0).union_ns == plan(8192, 0).stream_ns == 0
+
+
+def test_a_cpu_that_multiplies_many_tokens_shares_a_pass_that_otherwise_streams():
+    few, many = (plan(1024, 192, rates=replace(SERVER, cpu_tokens=tokens)) for tokens in (4, 32))
+    assert streams([few] * 20)
+    assert not streams([many] * 20)
+    assert many.table is not None
+    assert 64 < many.table[192] < 128  # 49 GB/s of link to 65 of CPU
+    # 192 experts through 114 GB/s together, and 12.6 MB of tokens there and back through 50.
+    assert many.union_ns == pytest.approx(192 * RECORD / 114 + 1024 * 12_288 / 50, rel=0.03)
+
+
+def test_a_pass_whose_tokens_cost_more_on_their_way_than_the_cpu_saves_is_fetched_alone():
+    alone, shared = plan(512, 12, crossing=10**6), plan(512, 12, crossing=0)
+    assert alone.table is None
+    assert shared.table is not None
+    assert alone.union_ns == layer_ns(SERVER, RECORD, 0, 12, 12) > shared.union_ns
 
 
 def test_a_short_suffix_costs_less_the_shorter_it_is():

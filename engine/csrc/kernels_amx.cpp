@@ -1,0 +1,28 @@
+// All kernels for one instruction set. Everything but the table is in an anonymous namespace: a shared inline function
+// compiled here could otherwise be the one the linker keeps for machines that lack these instructions.
+#include "ops.h"
+
+namespace asv {
+namespace {
+template <class T>
+struct remove_ref {
+  using type = T;
+};
+template <class T>
+struct remove_ref<T &> {
+  using type = T;
+};
+#include "simd_avx512.h"
+#define ASV_HAVE_TILES 1
+#include "tiles_amx.h"
+#include "vector_math.h"
+#include "matmul.h"
+#include "linear.h"
+#include "experts.h"
+#include "attention.h"
+#include "rows.h"
+#include "delta.h"
+}  // namespace
+#define ASV_TABLE kAmxTable
+#include "kernel_table.h"
+}  // namespace asv
