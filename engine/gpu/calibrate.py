@@ -127,9 +127,7 @@ def measure_cpu(side: CpuSide, seconds: float = SECONDS) -> CpuRates:
     side.request_ns(1, TOP_K, seconds / 4)  # threads, pages and clocks warm up
     empty = side.request_ns(1, 0, seconds / 4)
     one = side.request_ns(1, TOP_K, seconds)
-    return CpuRates(
-        max(1, TOP_K * record * 1000 // max(1, one - empty)), MAILBOX_NS + empty, tokens_for_free(side, seconds)
-    )
+    return CpuRates(max(1, TOP_K * record * 1000 // max(1, one - empty)), MAILBOX_NS + empty, tokens_for_free(side, seconds))
 
 
 def tokens_for_free(side: CpuSide, seconds: float) -> int:

@@ -114,6 +114,8 @@ def test_rate_and_cost_follow_from_two_times(rate, fixed, inter):
 @pytest.mark.parametrize("seen", [{64: 100, 256: 100}, {64: 200, 256: 100}, {64: 10, 256: 10_000}])
 def test_times_that_no_rate_explains_are_all_put_down_to_the_larger_part(seen):
     assert rate_and_cost(1 << 20, 512, seen) == ((1 << 19) * 1000 // seen[256], 0)
+
+
 class Machine:
     """Answers in the time of reading, or of multiplying `free` tokens: what is more."""
 
