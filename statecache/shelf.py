@@ -252,6 +252,8 @@ class Shelf:
                 for member in extent.blocks:
                     if self.blocks.get(member.key) is member:
                         del self.blocks[member.key]
+                # Each names the other; what was there when a process froze its objects would never be freed.
+                extent.blocks = []
             block = block.parent
 
     # ── sealing ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from statecache.blocks import Block
 from statecache.errors import PayloadMismatch
 from statecache.policy import Policy
 from statecache.tiers.ram import RamTier
@@ -203,6 +205,25 @@ def test_a_full_tier_evicts_the_least_worthy_and_stays_within_budget():
     assert kinds.count(BoundaryKind.TURN) >= kinds.count(BoundaryKind.SHADOW)
     newest = np.concatenate([tokens[:128], context(39, 200), [1]])
     assert position_of(cache, newest) == 328
+
+
+def test_what_was_evicted_is_freed_without_the_garbage_collector():
+    """A process that serves freezes what it loaded, which then is never looked at for cycles."""
+    cache, tokens = make(12_000), context(13, 2000)
+
+    def alive() -> int:
+        return sum(type(found) is Block for found in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    before = alive()
+    try:
+        for seed in range(20, 40):
+            save(cache, np.concatenate([tokens[:128], context(seed, 200)]), 328, BoundaryKind.TURN)
+        assert cache.stats().tiers["ram"].evictions > 10
+        assert alive() - before == cache.stats().tiers["ram"].blocks
+    finally:
+        gc.enable()
 
 
 def test_pinned_and_used_checkpoints_survive_and_a_full_tier_is_no_error():
