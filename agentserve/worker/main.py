@@ -1,7 +1,7 @@
 """The worker process: `python -m agentserve.worker.main --fd N --settings JSON`. Loads a model, then runs turns.
 
 N is an inherited end of a socket pair. Ends by itself when the server is gone. SIGTERM and a Drain frame let running turns
-finish first; SIGINT is the server's business (a terminal sends it to both).
+finish first; SIGINT is the server's business.
 """
 
 from __future__ import annotations

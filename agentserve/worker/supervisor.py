@@ -55,7 +55,10 @@ Spawn = Callable[[WorkerSettings, socket.socket], Awaitable[Process]]
 
 
 async def spawn_worker(settings: WorkerSettings, sock: socket.socket) -> Process:
-    """Start `python -m agentserve.worker.main` with `sock` inherited; its stderr is the server's."""
+    """Start `python -m agentserve.worker.main` with `sock` inherited; its stderr is the server's.
+
+    In a session of its own: Ctrl-C on the server's terminal is the server's business, also before the worker could ignore it.
+    """
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -66,6 +69,7 @@ async def spawn_worker(settings: WorkerSettings, sock: socket.socket) -> Process
         settings.to_json(),
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=(sock.fileno(),),
+        start_new_session=True,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from agentserve.worker.client import WORKER_STOPPED, TurnFrame, WorkerClient
 from agentserve.worker.messages import Sampling, StartTurn, Tokens, TurnFailed, TurnFinished
 from agentserve.worker.settings import WorkerSettings
-from agentserve.worker.supervisor import Process, Supervisor, WorkerState, backoff_ms
+from agentserve.worker.supervisor import Process, Supervisor, WorkerState, backoff_ms, spawn_worker
 from statecache.types import MarkerTable
 
 ROOT = Path(__file__).parents[2]
@@ -178,3 +179,15 @@ def test_backoff_stays_between_half_and_full_and_below_the_most(failures: int, j
 def test_backoff_grows(jitter: int) -> None:
     pauses = [backoff_ms(n, 250, 30_000, jitter) for n in range(1, 9)]
     assert pauses == sorted(pauses)
+
+
+async def test_a_terminal_interrupts_the_server_and_not_its_worker() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        process = await spawn_worker(SETTINGS, there)
+        try:
+            # Ctrl-C goes to the whole group in front, from the first moment on: the worker could not ignore it yet.
+            assert os.getpgid(process.pid) != os.getpgid(0)
+        finally:
+            process.kill()
+            await process.wait()
