@@ -1,4 +1,4 @@
-"""What conftest.py says of skipped tests, for one process and for several side by side."""
+"""What conftest.py says of skipped tests, for one process and for several side by side, and of properties."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
@@ -49,3 +50,9 @@ def test_a_skip_for_want_of_hardware_or_time_fails_nothing(run) -> None:
     assert (early.returncode, "1 passed, 1 skipped" in early.stdout) == (0, True)
     late = run("needs a unicorn", TESTS_NO_SKIP="1", TESTS_SECONDS="0")
     assert (late.returncode, "2 skipped" in late.stdout) == (0, True)
+
+
+def test_no_clock_decides_whether_a_property_holds() -> None:
+    assert hypothesis.settings.default is not None
+    assert hypothesis.settings.default.deadline is None
+    assert hypothesis.HealthCheck.too_slow in hypothesis.settings.default.suppress_health_check
