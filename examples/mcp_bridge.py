@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from mcp import Client, StdioServerParameters
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
@@ -23,11 +23,11 @@ NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.loc
 async def run(question: str, command: list[str], base_url: str, token: str) -> str:
     """One question, as many tool calls as the model wants. Returns the final answer."""
     openai = AsyncOpenAI(base_url=base_url, api_key=token)
+    model = (await openai.models.list()).data[0].id
     async with (
         Client(StdioServerParameters(command=command[0], args=command[1:])) as mcp,
         openai.responses.connect() as connection,
     ):
-        model = (await openai.models.list()).data[0].id
         listed = await mcp.list_tools()
         tools = [tool.model_dump(by_alias=True, mode="json", exclude_none=True) for tool in listed.tools]
         items: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -68,15 +68,13 @@ def main() -> None:
     if "--" not in sys.argv:
         sys.exit(__doc__)
     split = sys.argv.index("--")
-    answer = asyncio.run(
-        run(
-            " ".join(sys.argv[1:split]),
-            sys.argv[split + 1 :],
-            os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-            os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
-        )
-    )
-    print(answer)
+    question, command = " ".join(sys.argv[1:split]), sys.argv[split + 1 :]
+    url = os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1")
+    token = os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN)
+    try:
+        print(asyncio.run(run(question, command, url, token)))
+    except OpenAIError as error:
+        sys.exit(f"{url}: {error}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 
 from agents import Agent, ModelSettings, RunConfig, Runner, function_tool, set_tracing_disabled
 from agents.models.openai_provider import OpenAIProvider
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
@@ -26,12 +26,9 @@ def get_weather(city: str) -> str:
     return f'{{"city": "{city}", "condition": "sunny", "temperature_c": {18 + len(city) % 9}}}'
 
 
-async def main(question: str) -> None:
+async def main(question: str, base_url: str, token: str) -> None:
     set_tracing_disabled(True)
-    client = AsyncOpenAI(
-        api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
-        base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-    )
+    client = AsyncOpenAI(base_url=base_url, api_key=token)
     provider = OpenAIProvider(openai_client=client, use_responses=True, use_responses_websocket=True)
     agent = Agent(
         name="Assistant",
@@ -48,4 +45,9 @@ async def main(question: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(" ".join(sys.argv[1:]) or "What is the weather in Lisbon?"))
+    url = os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1")
+    asked = " ".join(sys.argv[1:]) or "What is the weather in Lisbon?"
+    try:
+        asyncio.run(main(asked, url, os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN)))
+    except OpenAIError as error:
+        sys.exit(f"{url}: {error}")

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 NO_TOKEN = "set AGENTSERVE_TOKEN to the server's token, which it keeps in ~/.local/state/agentserve/token"
 
@@ -84,11 +84,8 @@ def call(name: str, arguments: str) -> str:
         return f"error: {error}"
 
 
-def main(question: str) -> None:
-    client = OpenAI(
-        base_url=os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1"),
-        api_key=os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN),
-    )
+def main(question: str, base_url: str, token: str) -> None:
+    client = OpenAI(base_url=base_url, api_key=token)
     model = client.models.list().data[0].id
     with client.responses.connect() as connection:
         new_items: Any = [{"role": "user", "content": question}]
@@ -117,4 +114,9 @@ def main(question: str) -> None:
 
 
 if __name__ == "__main__":
-    main(" ".join(sys.argv[1:]) or "What is 17 times 23?")
+    url = os.environ.get("AGENTSERVE_URL", "http://127.0.0.1:8741/v1")
+    asked = " ".join(sys.argv[1:]) or "What is 17 times 23?"
+    try:
+        main(asked, url, os.environ.get("AGENTSERVE_TOKEN") or sys.exit(NO_TOKEN))
+    except OpenAIError as error:
+        sys.exit(f"{url}: {error}")
