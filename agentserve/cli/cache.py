@@ -116,7 +116,7 @@ def show(
         table.add_row(
             *row,
             shapes.size(contents.nbytes),
-            f"{header.position - header.start} tokens",
+            shapes.tokens(header.position - header.start),
             _yes(contents.key[1:] in with_logits),
         )
     console = Console()
@@ -126,7 +126,9 @@ def show(
     tokens = sum(len(c.header.tokens) // 4 for c in extents)
     if len(states) > limit:
         console.print(f"… and {len(states) - limit} more, which --limit {len(states)} would show.", highlight=False)
-    console.print(f"{len(states)} checkpoints ({kinds}) on {tokens} tokens of KV in {len(extents)} extents.", highlight=False)
+    console.print(
+        f"{len(states)} checkpoints ({kinds}) on {shapes.tokens(tokens)} of KV in {len(extents)} extents.", highlight=False
+    )
 
 
 @app.command("verify")
@@ -191,6 +193,8 @@ def export(
     from statecache import admin
 
     about = _choose(_root(config, state_dir), name)
+    if not file.parent.exists():  # else the error would name the file that is written first
+        options.fail(f"{file.parent}: No such file or directory")
     with _refusals(), _progress("exporting", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
         count = admin.export(about, file, step)
     typer.echo(f"{count} segments, {shapes.size(file.stat().st_size)}: {file}")
@@ -303,7 +307,8 @@ def _progress(what: str, total: int) -> Iterator[Step]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 

@@ -54,7 +54,8 @@ def lines(worker: dict[str, Any]) -> list[str]:
     """One worker, for people."""
     name, now = f"{worker['model']}/{worker['worker']}", worker["memory"]
     if now is None:
-        return [f"{name}: {'no memory can change hands' if worker['answered'] else 'does not answer'}"]
+        said = "nothing to divide, its experts and KV are not on a device" if worker["answered"] else "does not answer"
+        return [f"{name}: {said}"]
     share = f" ({100 * now['slots'] // now['experts']}% of {now['experts']})" if now["experts"] else ""
     found = [
         f"{name}: experts in {now['slots']} slots{share}, {shapes.size(now['slots'] * now['slot_bytes'])}; "

@@ -64,7 +64,8 @@ class PrivateServer:
                     why = f"it ended with status {status}"
                 raise Unreachable(f"the server did not become ready: {why}\n{self.tail()}")
             loading = state.get("loading") or {}
-            waiting(f"{loading['what']} ({loading['fraction']:.0%})" if loading else str(state["status"]))
+            begun = "its process" if state["status"] == "unreachable" else str(state["status"])
+            waiting(f"{loading['what']} ({loading['fraction']:.0%})" if loading else begun)
             time.sleep(0.05)
 
     def kill(self) -> None:

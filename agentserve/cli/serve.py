@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -150,11 +150,11 @@ def _banner(application: Application) -> None:
     host, port = application.address
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(model.name for model in config.served)
-    print(f"agentserve: {names} on http://{shown}:{port}/v1 (ws://{shown}:{port}/v1/responses)", flush=True)
+    _say(f"{names} on http://{shown}:{port}/v1 (ws://{shown}:{port}/v1/responses)", sys.stdout)
     if application.fresh_token is not None:
-        print(f"agentserve: token (shown once, kept in {config.server.token_file}): {application.fresh_token}", flush=True)
+        _say(f"token (shown once, kept in {config.server.token_file}): {application.fresh_token}", sys.stdout)
     elif config.server.auth == "token" and config.server.token is None:
-        print(f"agentserve: token is in {config.server.token_file}", flush=True)
+        _say(f"token is in {config.server.token_file}", sys.stdout)
 
 
 async def _tell_ready(application: Application, progress: LoadProgress) -> None:
@@ -162,7 +162,7 @@ async def _tell_ready(application: Application, progress: LoadProgress) -> None:
     progress.close()
     if all(ready):
         backends = dict.fromkeys(fleet.hello.backend for fleet in application.fleets if fleet.hello is not None)
-        print(f"agentserve: ready ({', '.join(backends)})", flush=True)
+        _say(f"ready ({', '.join(backends)})", sys.stdout)
         return
     for model, fleet in zip(application.config.served, application.fleets, strict=True):
         if fleet.failure is not None:
@@ -172,39 +172,28 @@ async def _tell_ready(application: Application, progress: LoadProgress) -> None:
 
 
 class LoadProgress:
-    """Shows how far a model is loaded: a bar on a terminal, else a line for each tenth."""
+    """Says how far models are loaded: a line for each part of the work and each tenth, until all are ready.
+
+    No bar: the log, the workers' too, goes to the same terminal.
+    """
 
     def __init__(self) -> None:
-        self._bar = None
-        self._task = None
-        self._tenths = -1
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._said: tuple[str, int] | None = None
+        self._over = False
 
     def loading(self, frame: Loading) -> None:
-        if self._bar is None:
-            tenths = int(frame.fraction * 10)
-            if tenths != self._tenths and frame.fraction < 1.0:  # that it is ready is said anyway
-                self._tenths = tenths
-                print(f"agentserve: loading: {frame.what}, {frame.fraction:.0%}", file=sys.stderr, flush=True)
+        now = (frame.what, int(frame.fraction * 10))
+        if self._over or now == self._said or frame.fraction >= 1.0:  # that it is ready is said anyway
             return
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task(frame.what, total=1.0)
-        self._bar.update(self._task, completed=frame.fraction, description=frame.what)
-        if frame.fraction >= 1.0:
-            self.close()
+        self._said = now
+        _say(f"loading: {frame.what}" + (f", {frame.fraction:.0%}" if frame.fraction > 0 else ""), sys.stderr)
 
     def close(self) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.stop()
-            self._task = None
+        """A worker that is started anew later is in the log."""
+        self._over = True
+
+
+def _say(text: str, file: TextIO) -> None:
+    """In one write, so that no line of the log comes between a line and its end, also where nothing is buffered."""
+    file.write(f"agentserve: {text}\n")
+    file.flush()

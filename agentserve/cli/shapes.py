@@ -19,6 +19,10 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1024**3:.4g} GiB"
 
 
+def tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
 def ago(at: float) -> str:
     """at: Unix seconds."""
     seconds = max(0, int(time.time() - at))

@@ -32,7 +32,7 @@ def test_a_worker_is_told_in_a_few_lines():
         "slots keep their memory when they are fewer",
         "the last change was given up",
     ]
-    assert memory.lines(worker() | {"memory": None}) == ["m/0: no memory can change hands"]
+    assert memory.lines(worker() | {"memory": None}) == ["m/0: nothing to divide, its experts and KV are not on a device"]
     assert memory.lines(worker() | {"memory": None, "answered": False}) == ["m/0: does not answer"]
 
 

@@ -58,6 +58,13 @@ def test_ls_and_show(state_dir: Path) -> None:
     assert "no namespace fits 'other'" in unknown.output
 
 
+def test_where_nobody_looks_there_is_no_bar(state_dir: Path, tmp_path: Path) -> None:
+    assert run(state_dir, "verify").stderr == ""
+    assert run(state_dir, "export", "tiny", str(tmp_path / "states.tar")).stderr == ""
+    nowhere = run(state_dir, "export", "tiny", str(tmp_path / "nowhere" / "states.tar"))
+    assert (nowhere.exit_code, nowhere.stderr) == (1, f"agentserve: {tmp_path / 'nowhere'}: No such file or directory\n")
+
+
 def test_verify_names_what_is_bad_and_quarantine_moves_it(state_dir: Path) -> None:
     assert run(state_dir, "verify").exit_code == 0
     flipped = next(p for p in files(state_dir) if p.name.startswith(b"s".hex()))
