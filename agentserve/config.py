@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentserve.errors import ConfigError
+from agentserve.paths import check_texts, sqlite_at
 from agentserve.protocol.responses import Normaliser
 from agentserve.schema_errors import explain, unknown_field
 
@@ -236,6 +237,7 @@ def load(
         config = msgspec.structs.replace(config, models=_several(config, several, origin))
     if not config.state_dir:
         base = env.get("XDG_STATE_HOME") or str(Path(env.get("HOME", ".")) / ".local" / "state")
+        check_texts(base, "the environment", "state_dir")
         config = msgspec.structs.replace(config, state_dir=str(Path(base) / "agentserve"))
     return _finish(config)
 
@@ -289,6 +291,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overlay(config: Config, values: Mapping[str, Any], origin: str) -> Config:
+    check_texts(values, origin)
     merged = msgspec.to_builtins(config)
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -312,6 +315,7 @@ def _several(config: Config, entries: Any, origin: str) -> tuple[ModelConfig, ..
     models: list[ModelConfig] = []
     for number, entry in enumerate(entries):
         try:
+            check_texts(entry, origin, f"models[{number}]")
             models.append(msgspec.convert(common | entry, ModelConfig, strict=False))
         except msgspec.ValidationError as exc:
             raise ConfigError(f"bad setting in {origin}: models[{number}]: {_reason(exc, {'model': entry}, 'model')}") from exc
@@ -353,7 +357,7 @@ def _finish(config: Config) -> Config:
     if not server.token_file:
         server = msgspec.structs.replace(server, token_file=str(state / "token"))
     if not store.url:
-        store = msgspec.structs.replace(store, url=f"sqlite:///{state / 'sessions.db'}")
+        store = msgspec.structs.replace(store, url=sqlite_at(state / "sessions.db"))
     return msgspec.structs.replace(config, state_dir=str(state), server=server, model=model, store=store, models=models)
 
 
@@ -364,7 +368,7 @@ def _named(model: ModelConfig, state: Path) -> ModelConfig:
     if not model.name:
         model = msgspec.structs.replace(model, name=Path(model.dir).expanduser().absolute().name)
     if not model.checkpoints_url:
-        model = msgspec.structs.replace(model, checkpoints_url=f"sqlite:///{state / 'checkpoints.db'}")
+        model = msgspec.structs.replace(model, checkpoints_url=sqlite_at(state / "checkpoints.db"))
     return model
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -80,6 +81,10 @@ def find_target(config: Path | None, state_dir: Path | None, url: str | None, to
 
     if url is not None and not url.startswith(("http://", "https://")):
         options.fail(f"--url must begin with http:// or https://, got '{url}'", status=2)
+    try:
+        _ = None if url is None else urlsplit(url).port
+    except ValueError as error:  # brackets without an end, a port that is no number
+        options.fail(f"--url '{url}': {error}", status=2)
     return local_target(options.settings(config, {"state_dir": state_dir}), url, token)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from agentserve.paths import sqlite_at
 from agentserve.session.database import upgrade
 from agentserve.text.tokenizer import Tokenizer
 from agentserve.worker.messages import Loading
@@ -103,7 +104,7 @@ def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) 
         settings.disk_cache_bytes,
         settings.disk_reserve_bytes,
         settings.disk_bytes_per_hour,
-        index_url=settings.checkpoints_url or f"sqlite:///{Path(settings.state_dir) / 'checkpoints.db'}",
+        index_url=settings.checkpoints_url or sqlite_at(Path(settings.state_dir) / "checkpoints.db"),
         worker=settings.worker,
         beside=settings.beside,
     )

@@ -38,6 +38,8 @@ def stranger() -> Iterator[str]:
 
 WRONG = [
     ("chat --url localhost:8741 --once x", "--url must begin with http:// or https://, got 'localhost:8741'"),
+    ("chat --url http://[::1 --once x", "--url 'http://[::1': Invalid IPv6 URL"),
+    ("cache quota --url http://127.0.0.1:no", "--url 'http://127.0.0.1:no': Port could not be cast"),
     ("chat --url http://127.0.0.1:9 --once x", "no server at http://127.0.0.1:9: Connection refused"),
     ("chat --url http://127.0.0.1:9 --once x", "Start one with: agentserve serve"),
     ("chat --url STRANGER --once x", "STRANGER does not answer as a server does"),

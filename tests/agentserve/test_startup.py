@@ -17,6 +17,8 @@ from agentserve.app import compose
 from agentserve.config import is_loopback, load
 from agentserve.errors import ConfigError
 from agentserve.security import _host_name
+from agentserve.session.database import connect as session_connect
+from statecache.index.connect import connect as index_connect
 
 DEMO_MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
 
@@ -72,6 +74,8 @@ BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"store__url": "postgresql://u@127.0.0.1:1/x", "store__password_file": "/nonexistent"}, "/nonexistent"),
     ({"store__url": "postgresql://u:hunter2@127.0.0.1:1/x"}, r"u:\*\*\*@127.0.0.1:1/x cannot be used: .*refused"),
     ({"state_dir": "/dev/null/x"}, "cannot make the state directory /dev/null/x: Not a directory"),
+    ({"state_dir": os.fsdecode(b"/tmp/\xff")}, r"state_dir: is not UTF-8 \(character 5 of 6\)"),
+    ({"model__dir": "a\0b"}, "model.dir: has a NUL character"),
     ({"server__host": "300.1.2.3"}, "server.host '300.1.2.3' has no address"),
     ({"server__host": "a" * 70}, "has no address"),
     ({"server__host": "203.0.113.7"}, "cannot listen on 203.0.113.7"),
@@ -83,6 +87,21 @@ def test_an_unusable_setting_is_named(tmp_path: Path, flags: dict[str, Any], mes
     with pytest.raises(ConfigError, match=message) as refusal:
         start(tmp_path, **flags)
     assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["sp ace ünï", "qu?est=1&x", "per%20cent", "hash#x", "co:l@n", "new\nline"])
+def test_databases_lie_in_the_state_directory_whatever_its_name(tmp_path: Path, name: str) -> None:
+    config = load(flags={"state_dir": str(tmp_path / name)}, environ={"HOME": "/nowhere"})
+    for url, connect in (
+        (config.store.url, session_connect),
+        (config.model.checkpoints_url, index_connect),
+    ):
+        engine = connect(url)
+        with engine.connect() as connection:
+            connection.exec_driver_sql("SELECT 1")
+        engine.dispose()
+    assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["checkpoints.db", "sessions.db"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:

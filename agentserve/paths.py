@@ -1,0 +1,35 @@
+"""Paths among the settings: which can be used, and how they become the address of a database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from agentserve.errors import ConfigError
+
+
+def sqlite_at(file: Path) -> str:
+    """The SQLAlchemy URL of a SQLite file. A path may have characters that mean something in a URL: `?`, `%`, `#`."""
+    return "sqlite:///" + quote(str(file), safe=" +/")
+
+
+def check_texts(values: Any, origin: str, name: str = "") -> None:
+    """Raises ConfigError that names a setting whose text no file and no process can be given: bytes that are no UTF-8, a NUL.
+
+    They come from command lines and the environment, where a path may be any bytes.
+    """
+    if isinstance(values, dict):
+        for key, value in values.items():
+            check_texts(value, origin, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, list | tuple):
+        for number, value in enumerate(values):
+            check_texts(value, origin, f"{name}[{number}]")
+    elif isinstance(values, str):
+        if "\0" in values:
+            raise ConfigError(f"bad setting in {origin}: {name}: has a NUL character")
+        try:
+            values.encode()
+        except UnicodeEncodeError as error:
+            at = f"character {error.start} of {len(values)}"
+            raise ConfigError(f"bad setting in {origin}: {name}: is not UTF-8 ({at})") from None
