@@ -5,16 +5,17 @@ What only reads may be used while a server runs; what changes files claims the d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from statecache.directory import ABOUT, About, about, claim, folder_of, namespaces
+from statecache.directory import ABOUT, IMPORTING, About, about, claim, folder_of, namespaces, remove_abandoned
 from statecache.index.ledger import Ledger
 from statecache.index.radix import RadixIndex
 from statecache.keys import KEY_BYTES, KeyChain
@@ -53,7 +54,7 @@ def folders(root: Path) -> list[Folder]:
     for described in namespaces(root):
         files = segment_files(described.path)
         names = [path.name[:2] for path in files]
-        size = sum(_size(path) for path in files)
+        size = sum(map(_size, files))
         bad = len(list((described.path / "quarantine").glob(f"*{SUFFIX}")))
         found.append(Folder(described, names.count(b"s".hex()), names.count(b"x".hex()), size, bad))
     return found
@@ -71,6 +72,11 @@ def choose(root: Path, name: str) -> About:
 
 def segment_files(path: Path) -> list[Path]:
     return sorted(path.glob(f"??/*{SUFFIX}"))
+
+
+def segment_bytes(path: Path) -> int:
+    """Of all segments of a namespace."""
+    return sum(map(_size, segment_files(path)))
 
 
 def read_header(path: Path) -> Contents:
@@ -95,7 +101,7 @@ def headers(path: Path) -> Iterator[Contents]:
 
 
 def check(file: Path, namespace: bytes) -> str:
-    """Read all of one segment; why it is bad, or nothing."""
+    """Read all of one segment; why it is bad, or nothing. Raises FileNotFoundError."""
     try:
         contents = read_header(file)
         if contents.header.namespace != namespace:
@@ -105,23 +111,35 @@ def check(file: Path, namespace: bytes) -> str:
                 part = np.fromfile(opened, dtype=np.uint8, count=size, offset=offset - opened.tell())
                 if part.nbytes != size or part_sum(part) != checksum:
                     return f"checksum of part {name!r} differs"
+    except FileNotFoundError:
+        raise
     except (ValueError, OSError) as error:
         return str(error)
     return ""
 
 
 def verify(described: About, step: Step = lambda nbytes: None) -> list[Finding]:
-    """Read every byte of a namespace; then look for checkpoints whose chain of blocks is broken."""
+    """Read every byte of a namespace; then look for checkpoints whose chain of blocks is broken.
+
+    A server that runs writes and evicts meanwhile: what is gone at the end is no finding, and what came may have been needed.
+    """
     findings: list[Finding] = []
     heads: list[tuple[Path, Contents]] = []
-    for file in segment_files(described.path):
-        size = _size(file)
-        reason = check(file, described.namespace)
-        if reason:
-            findings.append(Finding(file, reason))
-        else:
-            heads.append((file, read_header(file)))
-        step(size)
+    listed = segment_files(described.path)
+
+    def look(files: Iterable[Path]) -> None:
+        for file in files:
+            size = _size(file)
+            with contextlib.suppress(FileNotFoundError):
+                reason = check(file, described.namespace)
+                if reason:
+                    findings.append(Finding(file, reason))
+                else:
+                    heads.append((file, read_header(file)))
+            step(size)
+
+    look(listed)
+    look(sorted(set(segment_files(described.path)) - set(listed)))
     order = {"extent": 0, "state": 1, "logits": 2}
     heads.sort(key=lambda head: (order[head[1].header.what], head[1].header.start))
     blocks: set[bytes] = set()
@@ -137,7 +155,7 @@ def verify(described: About, step: Step = lambda nbytes: None) -> list[Finding]:
             states.add(name)
         elif name not in states:
             findings.append(Finding(file, "its state is missing"))
-    return findings
+    return [finding for finding in findings if finding.path.exists()]
 
 
 def set_aside(described: About, findings: list[Finding]) -> None:
@@ -183,7 +201,12 @@ def rebuild(described: About, ledger: Ledger) -> int:
 
 
 def export(described: About, target: Path, step: Step = lambda nbytes: None) -> int:
-    """Write a namespace's sound segments to a tar file; their number. The file appears when it is complete."""
+    """Write a namespace's sound segments to a tar file; their number. The file appears when it is complete.
+
+    Raises ValueError when something else than a file is there, OSError.
+    """
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{target} is not a regular file")
     temporary = target.with_name(target.name + ".part")
     count = 0
     try:
@@ -209,14 +232,15 @@ def import_(source: Path, root: Path, step: Step = lambda nbytes: None) -> tuple
 
     Raises ValueError when the file is no export, TierFailed while a server uses that namespace, OSError.
     """
-    staging = root / f".import-{os.getpid()}"
+    staging = root / f"{IMPORTING}{os.getpid()}"
     added = refused = 0
+    remove_abandoned(root)
+    mine = claim(staging, wait_s=0.0)
     try:
         with tarfile.open(source, "r:") as archive:
             first = archive.next()
             if first is None or first.name != ABOUT:
                 raise ValueError(f"{source} is not an export of saved states")
-            staging.mkdir(parents=True)
             _unpack(archive, first, staging / ABOUT)
             described = about(staging)
             if described is None:
@@ -245,6 +269,7 @@ def import_(source: Path, root: Path, step: Step = lambda nbytes: None) -> tuple
         raise ValueError(f"{source} is not an export of saved states, or is damaged: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        mine.release()
     found = about(folder)
     assert found is not None
     return found, added, refused

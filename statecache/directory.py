@@ -23,6 +23,8 @@ from statecache.types import Layout
 
 log = logging.getLogger(__name__)
 ABOUT = "about.json"
+IMPORTING = ".import-"
+"""How names of directories begin that an import unpacks into; it claims them too."""
 CLAIM_WAIT_S = 20.0
 """A worker that was told to end may still be writing its last checkpoints when the next one starts."""
 
@@ -114,7 +116,8 @@ def about(path: Path) -> About | None:
 
 def namespaces(root: Path) -> list[About]:
     """All under a root, last used first."""
-    found = [about(path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    paths = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(IMPORTING)] if root.is_dir() else []
+    found = [about(path) for path in paths]
     return sorted((a for a in found if a is not None), key=lambda a: a.used_at, reverse=True)
 
 
@@ -139,12 +142,22 @@ def remove(path: Path) -> bool:
     return True
 
 
+def remove_abandoned(root: Path) -> int:
+    """Delete what imports that were killed have left; bytes freed."""
+    freed = 0
+    for path in root.glob(IMPORTING + "*"):
+        size = size_of(path)
+        freed += size if remove(path) else 0
+    return freed
+
+
 def make_room(root: Path, keep: Path, budget_bytes: int, beside: Collection[str] = ()) -> int:
     """The part of a budget for all namespaces that is left for one of them, after the longest unused others were removed.
 
     Others are removed only while they take more than half of the budget. beside: labels of all workers that run at the same
     time, this one among them: what the unused leave is divided equally among these, whatever they have by now.
     """
+    remove_abandoned(root)
     others = [(a.path, size_of(a.path)) for a in namespaces(root) if a.path != keep and a.label not in beside]
     total = sum(size for _, size in others)
     for path, size in reversed(others):

@@ -143,7 +143,7 @@ def verify(
 
     bad = 0
     for about in _chosen(_root(config, state_dir), name):
-        with _progress(f"checking {about.label}", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
+        with _progress(f"checking {about.label}", admin.segment_bytes(about.path)) as step:
             findings = admin.verify(about, step)
         for finding in findings:
             typer.echo(f"bad: {finding.path.relative_to(about.path)}: {finding.reason}")
@@ -167,7 +167,10 @@ def collect(
     from statecache.errors import TierFailed
 
     busy = 0
-    for about in _chosen(_root(config, state_dir), name):
+    root = _root(config, state_dir)
+    if abandoned := directory.remove_abandoned(root):
+        typer.echo(f"imports that were cut off: {shapes.size(abandoned)} removed")
+    for about in _chosen(root, name):
         try:
             if unused_days is not None and time.time() - about.used_at > unused_days * 86_400:
                 size = directory.size_of(about.path)
@@ -195,7 +198,7 @@ def export(
     about = _choose(_root(config, state_dir), name)
     if not file.parent.exists():  # else the error would name the file that is written first
         options.fail(f"{file.parent}: No such file or directory")
-    with _refusals(), _progress("exporting", sum(p.stat().st_size for p in admin.segment_files(about.path))) as step:
+    with _refusals(), _progress("exporting", admin.segment_bytes(about.path)) as step:
         count = admin.export(about, file, step)
     typer.echo(f"{count} segments, {shapes.size(file.stat().st_size)}: {file}")
 

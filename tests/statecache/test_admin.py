@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from agentserve.cli.main import app
 from statecache import admin
+from statecache.directory import claim
 from statecache.durable import DiskSettings, SavedStates, open_states
 from tests.statecache.test_failures import best
 from tests.statecache.world import LAYOUT, NAMESPACE, close_books, context, save
@@ -160,3 +162,63 @@ def test_reading_tools_change_nothing(state_dir: Path) -> None:
     assert leftover.exists()
     assert best(states.cache, np.append(TOKENS, 1)) == 1500
     states.close()
+
+
+def test_what_a_server_evicts_and_writes_while_it_is_verified_is_no_finding(state_dir: Path) -> None:
+    states = opened(state_dir)
+    (described,) = admin.namespaces(state_dir / "checkpoints")
+    looked_at: list[int] = []
+
+    def meanwhile(nbytes: int) -> None:
+        looked_at.append(nbytes)
+        if len(looked_at) == 1:
+            for info in states.cache.checkpoints():
+                assert states.cache.evict(info.id)
+            for position in (100, 700):
+                save(states.cache, TOKENS, position)
+            assert states.writer is not None
+            assert states.writer.flush(20.0)
+
+    assert admin.verify(described, meanwhile) == []
+    assert len(looked_at) > 1
+    states.close()
+
+
+def test_an_import_that_was_killed_leaves_nothing_that_stays(state_dir: Path, tmp_path: Path) -> None:
+    root = state_dir / "checkpoints"
+    (described,) = admin.namespaces(root)
+
+    def cut_off() -> Path:
+        left = root / ".import-1"
+        left.mkdir()
+        shutil.copy(described.path / "about.json", left / "about.json")
+        shutil.copy(files(state_dir)[0], left)
+        return left
+
+    left = cut_off()
+    assert len(admin.folders(root)) == 1, "it is no namespace"
+    mine = claim(left, wait_s=0.0)
+    assert run(state_dir, "gc").exit_code == 0
+    assert left.exists(), "an import that runs keeps it"
+    mine.release()
+    told = run(state_dir, "gc")
+    assert re.search(r"imports that were cut off: [\d.]+ KiB removed", told.output)
+    assert not left.exists()
+    cut_off()
+    opened(state_dir).close()
+    assert not left.exists()
+    cut_off()
+    assert run(state_dir, "export", "tiny", str(tmp_path / "all.tar")).exit_code == 0
+    assert run(state_dir, "import", str(tmp_path / "all.tar")).exit_code == 0
+    assert not list(root.glob(".import-*"))
+
+
+def test_an_export_replaces_nothing_but_files(state_dir: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path):
+        refused = run(state_dir, "export", "tiny", str(other))
+        assert refused.exit_code == 1
+        assert f"{other} is not a regular file" in refused.output.replace("\n", "")
+    assert (tmp_path / "pipe").is_fifo()
+    for _ in range(2):
+        assert run(state_dir, "export", "tiny", str(tmp_path / "all.tar")).exit_code == 0
