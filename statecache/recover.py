@@ -126,7 +126,7 @@ class _Adoption:
             if record is None:
                 continue
             self.found += 1
-            self.adopted |= {key} | self._logits(record, headers)
+            self.adopted.add(key)
             memory = self._known.get(key)
             if memory is not None:
                 record.hits, record.used_at = memory.hits, self._now - memory.age_s
@@ -134,6 +134,7 @@ class _Adoption:
                 self._kept.join(record, session)
                 if pinned:
                     record.pins.add(session)
+        self.adopted.update(key for key, header in headers.items() if header.what == "logits" and self._logits(key, header))
 
     def discard_the_rest(self) -> None:
         shelf = self._shelf
@@ -200,13 +201,14 @@ class _Adoption:
         kept.commit(record, path)
         return record
 
-    def _logits(self, record: Record, headers: Mapping[bytes, SegmentHeader]) -> set[bytes]:
-        shelf = self._shelf
-        key = b"l" + bytes.fromhex(record.id)
-        header = headers.get(key)
-        if header is None or (header.what, header.position, header.salt) != ("logits", record.position, record.salt):
-            return set()
-        holding = shelf.holdings[record.id]
+    def _logits(self, key: bytes, header: SegmentHeader) -> bool:
+        """The state may have joined in an earlier run."""
+        shelf, name = self._shelf, key[1:].hex()
+        record, holding = self._kept.records.get(name), shelf.holdings.get(name)
+        if record is None or holding is None or key != b"l" + bytes.fromhex(name):
+            return False
+        if holding.logits_key or (header.position, header.salt) != (record.position, record.salt):
+            return False
         holding.logits_key = key
         holding.logits_bytes = shelf.tier.cost(header, {"logits": 4 * shelf.layout.vocab_size})
-        return {key}
+        return True

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -110,7 +111,7 @@ class Ledger:
                 self._ready()
                 with self._engine.connect() as connection:
                     return query(connection, self._namespace)
-            except SQLAlchemyError as error:
+            except (SQLAlchemyError, UnicodeError) as error:
                 if attempt == 0 and _is_damage(error) and self._set_aside():
                     continue
                 self._failed(error)
@@ -118,7 +119,10 @@ class Ledger:
         return {}
 
     def flush(self) -> bool:
-        """Write what was noted. False when the database cannot be written now; it is tried again later."""
+        """Write what was noted. False when the database cannot be written now; it is tried again later.
+
+        In place of a damaged SQLite file a new one is begun, with what is noted from then on.
+        """
         if self.trouble and self._clock() < self._retry_at:
             return False
         with self._lock:
@@ -139,8 +143,10 @@ class Ledger:
                 queries.leave(connection, self._namespace, left)
                 there = {member: pinned for member, pinned in members.items() if notes.get(member[1], rows) is not None}
                 queries.join(connection, self._namespace, there)
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, UnicodeError) as error:
             self._failed(error)
+            if _is_damage(error) and self._set_aside():
+                self._retry_at = self._clock()
             with self._lock:
                 self._notes = notes | self._notes
                 self._uses = uses | self._uses
@@ -180,20 +186,23 @@ class Ledger:
             raise SQLAlchemyError(str(error)) from error
         self._prepared = True
 
-    def _failed(self, error: SQLAlchemyError) -> None:
+    def _failed(self, error: SQLAlchemyError | UnicodeError) -> None:
         self._prepared = False
         self._retry_at = self._clock() + RETRY_S
-        reason = str(error.__cause__ or error).splitlines()[0]
+        cause = error.__cause__ or error
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
         if not self.trouble:
             log.warning("checkpoint index cannot be used now, the next start may take longer: %s", reason)
         self.trouble = reason
 
     def _set_aside(self) -> bool:
-        """Rename a SQLite file that is no database; True if there was one."""
+        """Rename a SQLite file that is damaged; True if there was one. One that has tables of others is left to them."""
         file = file_of(self._engine)
-        if file is None or not file.exists():
+        if file is None or not file.is_file():
             return False
         self._engine.dispose()
+        if not _ours_alone(file):
+            return False
         self._prepared = False
         try:
             for suffix in ("", "-wal", "-shm"):
@@ -207,7 +216,25 @@ class Ledger:
         return True
 
 
-def _is_damage(error: SQLAlchemyError) -> bool:
-    """Whether SQLite says that its file is damaged, rather than locked or out of reach."""
-    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+def _is_damage(error: Exception) -> bool:
+    """Whether SQLite says that its file is damaged, or not what was made of it, rather than locked or out of reach."""
+    if isinstance(error, UnicodeError) or isinstance(error.__cause__, UnicodeError):
+        return True
+    origin = getattr(error, "orig", None)
+    if not isinstance(origin, sqlite3.Error):
+        return False
+    # One without a code is the driver's own: text that is no UTF-8. SQLITE_ERROR: tables are not those that were made.
+    code = getattr(origin, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+def _ours_alone(file: Path) -> bool:
+    """Whether no other tables than those of the index are in it, as far as it can be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            connection.text_factory = bytes
+            rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    except sqlite3.Error:
+        return True
+    ours = {*(name.encode() for name in metadata.tables), b"alembic_statecache"}
+    return all(name in ours or name.startswith(b"sqlite_") for (name,) in rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -28,6 +30,7 @@ from statecache.recover import Known
 from statecache.tiers.base import SegmentHeader
 from statecache.types import BLOCK_TOKENS
 
+log = logging.getLogger(__name__)
 KEYS_A_QUERY = 256
 """Block keys asked for at once: deep ones first, and most contexts match among their last blocks."""
 ROWS_A_STATEMENT = 500
@@ -120,14 +123,19 @@ def used(connection: Connection, namespace: bytes, uses: Iterable[tuple[bytes, i
 
 
 def known(connection: Connection, namespace: bytes) -> dict[bytes, Known]:
-    """All rows of a namespace, as recovery wants them."""
+    """All rows of a namespace, as recovery wants them; those that make no sense are left out, so that their files are read."""
     now = time.time()
-    rows = connection.execute(select(segments).where(segments.c.namespace == namespace))
-    return {
-        bytes(row.segment): Known(_header(row), row.nbytes, max(0.0, now - row.used_at), row.hits)
-        for row in rows
-        if row.what in ("extent", "state", "logits")
-    }
+    found: dict[bytes, Known] = {}
+    odd = 0
+    for row in connection.execute(select(segments).where(segments.c.namespace == namespace)):
+        try:
+            age_s, hits = _age_s(now, row.used_at), _whole(row.hits, 1 << 31)
+            found[_blob(row.segment)] = Known(_header(row), _whole(row.nbytes), age_s, hits)
+        except ValueError:
+            odd += 1
+    if odd:
+        log.warning("rows of the checkpoint index make no sense, their files are read instead rows=%d", odd)
+    return found
 
 
 def users(connection: Connection, namespace: bytes) -> dict[bytes, dict[str, bool]]:
@@ -135,7 +143,8 @@ def users(connection: Connection, namespace: bytes) -> dict[bytes, dict[str, boo
     found: dict[bytes, dict[str, bool]] = {}
     wanted = select(members).where(members.c.namespace == namespace)
     for row in connection.execute(wanted.order_by(members.c.pinned.desc(), members.c.noted_at.desc()).limit(MEMBERS_KEPT)):
-        found.setdefault(bytes(row.segment), {})[row.session] = row.pinned
+        if isinstance(row.segment, bytes) and isinstance(row.session, str):
+            found.setdefault(row.segment, {})[row.session] = bool(row.pinned)
     return found
 
 
@@ -185,18 +194,39 @@ def _delete(connection: Connection, table: Table, namespace: bytes, keys: Iterab
 
 
 def _header(row: Row) -> SegmentHeader:
+    """Raises ValueError: SQLite keeps any type in any column, and a damaged file shows it."""
+    if row.what not in ("extent", "state", "logits"):
+        raise ValueError(f"kind of segment {row.what!r}")
     return SegmentHeader(
         what=row.what,
-        namespace=bytes(row.namespace),
-        salt=bytes(row.salt),
-        key=bytes(row.block_key),
-        parent=bytes(row.parent),
-        start=row.start,
-        position=row.position,
-        tokens=bytes(row.tokens),
-        kind=row.kind,
-        item=row.item,
+        namespace=_blob(row.namespace),
+        salt=_blob(row.salt),
+        key=_blob(row.block_key),
+        parent=_blob(row.parent),
+        start=_whole(row.start),
+        position=_whole(row.position),
+        tokens=_blob(row.tokens),
+        kind=str(row.kind),
+        item=_whole(row.item, 1 << 31),
     )
+
+
+def _blob(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError(f"bytes expected, got {type(value).__name__}")
+    return value
+
+
+def _whole(value: object, limit: int = 1 << 62) -> int:
+    if not isinstance(value, int) or not -limit < value < limit:
+        raise ValueError(f"an integer within {limit} expected, got {type(value).__name__}")
+    return value
+
+
+def _age_s(now: float, used_at: object) -> float:
+    if not isinstance(used_at, float) or not math.isfinite(used_at):
+        raise ValueError(f"a time expected, got {type(used_at).__name__}")
+    return max(0.0, now - used_at)
 
 
 def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:

@@ -279,6 +279,8 @@ class DiskTier:
             path.rename(target)
             target.with_suffix(".reason").write_text(reason + "\n")
             self._shorten_quarantine()
+        except FileNotFoundError:  # somebody else deleted it: there is nothing to move
+            return
         except OSError as failure:
             log.warning("segment not moved file=%s reason=%s", name, failure.strerror)
 

@@ -201,15 +201,16 @@ def test_an_index_that_disagrees_is_settled_by_the_files(tmp_path, database_url,
     assert rows(database_url).keys() == files
 
 
-@pytest.mark.parametrize("damage", ["truncated", "overwritten", "deleted", "newer schema"])
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "deleted", "newer schema", "no revision"])
 def test_a_damaged_index_file_is_written_anew(tmp_path, damage):
     file = tmp_path / "checkpoints.db"
     url = f"sqlite:///{file}"
     tokens = filled(tmp_path / "states", url)
-    if damage == "newer schema":
+    if damage in ("newer schema", "no revision"):
         engine = connect(url)
         with engine.execution_options(writes=True).begin() as connection:
-            connection.execute(text("UPDATE alembic_statecache SET version_num = 'c9999'"))
+            revision = "c9999" if damage == "newer schema" else ""
+            connection.execute(text(f"UPDATE alembic_statecache SET version_num = '{revision}'"))
         engine.dispose()
     else:
         {"truncated": lambda: file.write_bytes(file.read_bytes()[:5000]), "deleted": file.unlink}.get(
@@ -219,7 +220,7 @@ def test_a_damaged_index_file_is_written_anew(tmp_path, damage):
     assert best(again.cache, tokens) == 1500
     close_books(again.cache)
     again.close()
-    if damage != "newer schema":
+    if damage not in ("newer schema", "no revision"):
         assert len(rows(url)) == 7  # four states, logits of one, two extents
 
 
