@@ -31,13 +31,14 @@ def serve(
     ] = None,
     model_name: Annotated[
         list[str] | None,
-        typer.Option(help="What clients call the model; once for each --model. Default: the directory's name."),
+        typer.Option(help="What clients call the model; once for each --model. Default: the directory's name.", metavar="NAME"),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes that serve each model side by side. Default: 1, or one for each --gpu.")
     ] = None,
     gpu: Annotated[
-        list[int] | None, typer.Option(help="Index of a GPU for a worker; may be repeated. Default: the first one.")
+        list[int] | None,
+        typer.Option(help="Index of a GPU for a worker; may be repeated. Default: the first one.", metavar="N"),
     ] = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -56,10 +57,12 @@ def serve(
         typer.Option("--disk-cache-mb", help="Disk space for saved states, in MiB, 0 for none. Default: 8192."),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="Name accepted in the Host header beside loopback ones; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Name accepted in the Host header beside loopback ones; may be repeated.", metavar="NAME"),
     ] = None,
     allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin that browsers may connect from; may be repeated. Default: none.")
+        list[str] | None,
+        typer.Option(help="Origin that browsers may connect from; may be repeated. Default: none.", metavar="ORIGIN"),
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask for no token. Loopback only.")] = False,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,

@@ -68,6 +68,12 @@ def test_wrong_use_is_told_in_a_line(line: str, message: str, stranger: str, tmp
     assert len(result.output.splitlines()) <= 6
 
 
+def test_help_names_what_is_to_be_repeated_and_not_its_python_type() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "160", "TERM": "dumb"})
+    assert shown.exit_code == 0
+    assert "list[" not in shown.output
+
+
 def test_the_version_is_told() -> None:
     assert re.match(r"agentserve(, run from its source| \d+\.\d+\.\d+$)", CliRunner().invoke(app, ["--version"]).output)
 
