@@ -115,7 +115,8 @@ def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STU
             yield
         finally:
             await asyncio.gather(*(supervisor.stop(drain_s=5.0) for _share, supervisor in workers))
-            threads.shutdown(wait=False, cancel_futures=True)
+            for pool in (threads, services.reader):
+                pool.shutdown(wait=False, cancel_futures=True)
             await store.close()
 
     app, api = create_app(services, tokens, lifespan)

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from agentserve.context import LocalResponses, resolve
 from agentserve.errors import InvalidValue, ServerError
 from agentserve.events import new_id
-from agentserve.http import ResponsesWire, answer_turn, error_response, headers_of, json_response, read_object
+from agentserve.http import ResponsesWire, answer_turn, error_response, headers_of, json_response, read_as
 from agentserve.interfaces import Principal
 from agentserve.protocol.items import Compaction, Item, Message
 from agentserve.protocol.responses import CompactedResponse, ResponseBody, ResponseCreate
-from agentserve.request import accept
+from agentserve.request import TurnRequest, accept
 from agentserve.room import question, summing_up
 from agentserve.sealing import is_summary
 from agentserve.services import Services
@@ -24,9 +24,13 @@ from agentserve.services import Services
 
 async def compact(request: Request, services: Services) -> Response:
     """Body: that of a create. Answers with the user's messages and one compaction item."""
-    create = await read_object(request, services, ResponseCreate)
     principal: Principal = request.state.principal
-    turn = accept(summing_up(create), principal, services.config, headers_of(request), websocket=False)
+    headers = headers_of(request)
+
+    def make(create: ResponseCreate) -> TurnRequest:
+        return accept(summing_up(create), principal, services.config, headers, websocket=False)
+
+    turn = await read_as(request, services, ResponseCreate, make)
     context = await resolve(turn, services, LocalResponses())
     if not context.items:
         raise InvalidValue("nothing to compact: there are no items", "input")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -26,6 +27,7 @@ from agentserve.errors import (
 from agentserve.expectation import Expectation
 from agentserve.follow import follow
 from agentserve.interfaces import Principal
+from agentserve.large import read_beside
 from agentserve.outbox import Outbox
 from agentserve.protocol.codec import encode, error_frame
 from agentserve.protocol.decode import decode_frame, peek
@@ -35,9 +37,9 @@ from agentserve.protocol.server_events import Event
 from agentserve.request import TurnRequest, accept
 from agentserve.security import Receive, Scope, Send, refuse
 from agentserve.services import Services
-from agentserve.steering import Steering
+from agentserve.steering import Steering, Submission, read_submission
 from agentserve.turn import run_turn
-from agentserve.websocket import EXTENSION, DirectSocket
+from agentserve.websocket import EXTENSION, LARGE_TEXT, DirectSocket
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,15 @@ Job = TurnRequest | Followed
 """What takes its turn in a lane."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One frame, read. what: an error if it is refused. size: in bytes, of what waits for its lane."""
+
+    lane: str | UnsetType
+    what: Job | ResponseCancel | Submission | ApiError
+    size: int = 0
+
+
 class Connection:
     """One accepted socket. It is also the Sink of its turns."""
 
@@ -122,7 +133,7 @@ class Connection:
         self._lanes: Lanes[Job] = Lanes(limits.lanes, limits.waiting_turns, limits.waiting_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._expectation = Expectation(services.store, services.models, principal)
-        self._steering = Steering(self._put_frame, limits.items)
+        self._steering = Steering(self._put_frame)
         self._ending: _Ending | None = None
         self._writer: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -167,7 +178,10 @@ class Connection:
                 if message["type"] == "websocket.disconnect":
                     code = message.get("code") or 1005
                     break
-                if self._frame(message) and self._outbox.full:
+                text = message.get(LARGE_TEXT) or message.get("text")
+                size = len(text) if isinstance(text, str | bytes) else 0
+                frame = await read_beside(self.services.reader, size, partial(self._read, text))
+                if self._act(frame) and self._outbox.full:
                     # Who sends nonsense without reading the answers must not fill the memory with them.
                     await self._outbox.room()
         finally:
@@ -227,39 +241,59 @@ class Connection:
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _frame(self, message: Mapping[str, object]) -> bool:
-        """Act on a frame. Returns whether it was answered at once."""
+    def _read(self, text: object) -> _Read:
+        """What a frame says. Changes nothing: it may run beside everything else."""
         lane: str | UnsetType = UNSET
         try:
-            text = message.get("text")
-            if not isinstance(text, str):
+            if not isinstance(text, str | bytes):
                 raise InvalidValue("binary frames are not accepted; send JSON text")
             envelope = peek(text)
             lane = stream_id_of(envelope.stream_id)
             frame = decode_frame(envelope, text)
             if isinstance(frame, ResponseCreate):
-                self._create(frame, text)
-                return False
-            if isinstance(frame, ResponseCancel):
-                self._cancel(frame, lane)
-                return False
+                size = len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode())
+                request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
+                return _Read(lane, request, size)
             if isinstance(frame, FollowFrame):
-                self._submit(Followed(frame.response_id, lane, frame.starting_after))
-                return False
-            self._steer(frame)
+                return _Read(lane, Followed(frame.response_id, lane, frame.starting_after))
+            if isinstance(frame, ResponseSteer):
+                return _Read(lane, read_submission(frame, self.services.config.limits.items))
+            return _Read(lane, frame)
+        except ApiError as error:
+            return _Read(lane, error)
+        except Exception as exc:
+            return _Read(lane, self._broke(exc))
+
+    def _act(self, read: _Read) -> bool:
+        """Do what a frame says. Returns whether it was answered at once."""
+        what, lane = read.what, read.lane
+        try:
+            match what:
+                case TurnRequest():
+                    self._expectation.goes_on(what.create.previous_response_id)
+                    self._submit(what, read.size)
+                    return False
+                case Followed():
+                    self._submit(what)
+                    return False
+                case ResponseCancel():
+                    self._cancel(what, lane)
+                    return False
+                case Submission():
+                    self._steer(what)
+                case _:
+                    self._refuse(what, lane)
         except InvalidStreamId as error:
             self._refuse(error, UNSET)
         except ApiError as error:
             self._refuse(error, lane)
         except Exception as exc:
-            log.exception("frame broke error=%s", type(exc).__name__)
-            self._refuse(ServerError("the server failed on this frame"), lane)
+            self._refuse(self._broke(exc), lane)
         return True
 
-    def _create(self, frame: ResponseCreate, text: str) -> None:
-        request = accept(frame, self.principal, self.services.config, self._headers, websocket=True)
-        self._expectation.goes_on(frame.previous_response_id)
-        self._submit(request, len(text) if text.isascii() else len(text.encode()))
+    def _broke(self, exc: Exception) -> ServerError:
+        log.exception("frame broke error=%s", type(exc).__name__)
+        return ServerError("the server failed on this frame")
 
     def _submit(self, job: Job, size: int = 0) -> None:
         if self._lanes.submit(job.stream_id, job, size):
@@ -309,9 +343,10 @@ class Connection:
             raise NotFound("no such response is running", "response_id")
         turn.cancel()
 
-    def _steer(self, frame: ResponseSteer) -> None:
-        mine = any(job.id == frame.previous_response_id for job in self._lanes.all_active() if isinstance(job, TurnRequest))
-        self._steering.submit(frame, self.services.active.get(frame.previous_response_id or "") if mine else None)
+    def _steer(self, submission: Submission) -> None:
+        target = submission.frame.previous_response_id
+        mine = any(job.id == target for job in self._lanes.all_active() if isinstance(job, TurnRequest))
+        self._steering.submit(submission, self.services.active.get(target or "") if mine else None)
 
     def _refuse(self, error: ApiError, lane: str | UnsetType) -> None:
         self.services.metrics.error(error.code)

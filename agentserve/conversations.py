@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentserve.errors import InvalidValue, NotFound
-from agentserve.http import json_response, read_object
+from agentserve.http import json_response, read_as, read_object
 from agentserve.interfaces import Conversation
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.decode import decode_input
@@ -64,10 +64,9 @@ class ConversationsApi:
         ]
 
     async def create(self, request: Request) -> Response:
-        body = await read_object(request, self.services, _Create)
+        body, items = await read_as(request, self.services, _Create, lambda body: (body, self._items(request, body.items)))
         metadata = body.metadata or {}
         check_metadata(metadata)
-        items = self._items(request, body.items)
         await self.services.quotas.check_stored(principal_of(request).id, self.services.store)
         return _shown(await self.services.store.conversations.create(principal_of(request).id, metadata, items))
 
@@ -93,8 +92,7 @@ class ConversationsApi:
         return page_of(request, await self._all(request), lambda item: item.id)
 
     async def add_items(self, request: Request) -> Response:
-        body = await read_object(request, self.services, _Items)
-        items = self._items(request, body.items)
+        items = await read_as(request, self.services, _Items, lambda body: self._items(request, body.items))
         await self.services.quotas.check_stored(principal_of(request).id, self.services.store)
         most = self.services.config.limits.items
         added = await self.services.store.conversations.add(principal_of(request).id, _id(request), items, most)
@@ -111,8 +109,11 @@ class ConversationsApi:
 
     async def replace_item(self, request: Request) -> Response:
         """Ours: `{"item": …}` takes the place of the item and keeps its id."""
-        body = await read_object(request, self.services, _Item)
-        (item,) = self._items(request, Raw(b"[" + bytes(body.item) + b"]"))
+
+        def make(body: _Item) -> tuple[InputItem, ...]:
+            return self._items(request, Raw(b"[" + bytes(body.item) + b"]"))
+
+        (item,) = await read_as(request, self.services, _Item, make)
         await self._edit(request, item)
         return await self.get_item(request)
 

@@ -23,6 +23,7 @@ from agentserve.errors import (
     TurnFailure,
 )
 from agentserve.interfaces import Principal
+from agentserve.large import read_beside
 from agentserve.outbox import Outbox
 from agentserve.prompt import count_tokens
 from agentserve.protocol.codec import encode, error_body_for, sse
@@ -35,9 +36,12 @@ from agentserve.services import Services
 from agentserve.turn import run_turn
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "invalid_prompt": 400, "deadline_exceeded": 408}
 """HTTP status of a failed turn that was not streamed; 500 for the rest."""
+HUNG_UP = 499
+"""Status of what nobody waits for any more."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -100,13 +104,21 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 async def read_object(request: Request, services: Services, kind: type[T]) -> T:
     """The body, decoded; none at all is an object without members. Raises MessageTooLarge, InvalidValue."""
+    return await read_as(request, services, kind, lambda body: body)
+
+
+async def read_as(request: Request, services: Services, kind: type[T], make: Callable[[T], R]) -> R:
+    """What `make` makes of the decoded body, both on another thread if the body is large. Raises as both do."""
     raw = await read_body(request, services.config.limits.frame_bytes)
-    if not raw.strip():
-        raw = b"{}"
-    if not raw.lstrip().startswith(b"{"):
-        raise InvalidValue("the body must be one JSON object")
-    check_members(raw)
-    return decode(raw, kind)
+
+    def read() -> R:
+        whole = raw if raw.strip() else b"{}"
+        if not whole.lstrip().startswith(b"{"):
+            raise InvalidValue("the body must be one JSON object")
+        check_members(whole)
+        return make(decode(whole, kind))
+
+    return await read_beside(services.reader, len(raw), read)
 
 
 async def create_response(request: Request, services: Services) -> Response:
@@ -120,9 +132,13 @@ async def count_input_tokens(request: Request, services: Services) -> Response:
 
 
 async def _accept(request: Request, services: Services) -> TurnRequest:
-    create = await read_object(request, services, ResponseCreate)
     principal: Principal = request.state.principal
-    return accept(create, principal, services.config, headers_of(request), websocket=False)
+    headers = headers_of(request)
+
+    def make(create: ResponseCreate) -> TurnRequest:
+        return accept(create, principal, services.config, headers, websocket=False)
+
+    return await read_as(request, services, ResponseCreate, make)
 
 
 async def count(turn: TurnRequest, services: Services) -> int:
@@ -175,7 +191,7 @@ async def _whole(request: Request, turn: TurnRequest, services: Services, wire: 
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            return Response(status_code=499)
+            return Response(status_code=HUNG_UP)
         return _answer(task.result(), wire)
     finally:
         gone.cancel()

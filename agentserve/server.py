@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
@@ -28,6 +28,7 @@ from agentserve.errors import ApiError, InvalidValue, MethodNotAllowed, NotFound
 from agentserve.follow import follow, no_response
 from agentserve.heads import http_protocol
 from agentserve.http import (
+    HUNG_UP,
     EventStream,
     ResponsesWire,
     count_input_tokens,
@@ -255,7 +256,12 @@ def create_app(services: Services, tokens: Tokens | None, lifespan: Lifespan | N
     app = Starlette(
         routes=routes(api),
         lifespan=life,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_hang_up,
+            Exception: _on_bug,
+        },
     )
     return Guard(app, services.config.server, tokens, services.metrics.refused), api
 
@@ -274,6 +280,11 @@ def _on_http_error(request: Request, exc: Exception) -> Response:
         error = MethodNotAllowed(f"{what}; accepted: {allowed}" if allowed else what)
     body = error_body_for(request.url.path, error)
     return Response(body, status_code=exc.status_code, media_type="application/json", headers=exc.headers)
+
+
+async def _on_hang_up(request: Request, exc: Exception) -> Response:
+    """The client left in the middle of its body. Nobody reads this answer; without it the log would have an error for each."""
+    return Response(status_code=HUNG_UP)
 
 
 def _on_bug(request: Request, exc: Exception) -> Response:

@@ -11,6 +11,7 @@ from agentserve.config import Config
 from agentserve.constraints.rules import Rules
 from agentserve.idempotency import Claims
 from agentserve.interfaces import Store
+from agentserve.large import reader
 from agentserve.metrics import Metrics
 from agentserve.protocol.responses import ResponseBody
 from agentserve.quotas import Quotas
@@ -29,7 +30,8 @@ class Services:
 
     models: those that are served; clients that name none get the first. threads: runs rendering, which takes long for long
     contexts. active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
-    rules: what answers must be. background: tasks that nobody waits for. seal: for what clients carry.
+    reader: the thread that large messages are read on. rules: what answers must be. background: tasks that nobody waits for.
+    seal: for what clients carry.
     """
 
     config: Config
@@ -44,6 +46,7 @@ class Services:
     rules: Rules = field(default_factory=Rules)
     unstored: Unstored = field(default_factory=Unstored)
     endings: Endings = field(default_factory=Endings)
+    reader: Executor = field(default_factory=reader)
     background: set[asyncio.Task[ResponseBody]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

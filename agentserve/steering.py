@@ -46,6 +46,26 @@ class Steer:
     items: tuple[Message, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A steer frame, read. said: what it adds, or why that cannot be added."""
+
+    frame: ResponseSteer
+    said: tuple[Message, ...] | str
+
+
+def read_submission(frame: ResponseSteer, max_items: int) -> Submission:
+    """Knows nothing of what runs, so that it may run anywhere."""
+    try:
+        items = decode_input(frame.input, max_items=max_items)
+    except ApiError as error:
+        return Submission(frame, f"{error.param}: {error.message}")
+    said = tuple(item for item in items if isinstance(item, Message) and item.role == "user")
+    if not said or len(said) != len(items):
+        return Submission(frame, "input: accepted: a text, or at least one message and only messages of role user")
+    return Submission(frame, said)
+
+
 class _Refused(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -55,21 +75,21 @@ class _Refused(Exception):
 class Steering:
     """What was accepted and is not committed yet. send: takes a frame."""
 
-    def __init__(self, send: Callable[[Struct], None], max_items: int) -> None:
+    def __init__(self, send: Callable[[Struct], None]) -> None:
         self._send = send
-        self._max_items = max_items
         self._queued: dict[str, list[Steer]] = {}
         """By the response that they steer, which runs, or has ended with calls whose results are awaited."""
         self._committing: dict[str, list[Steer]] = {}
         """By the response that begins with them, until it is created."""
         self._ended: deque[str] = deque(maxlen=KNOWN_ENDED)
 
-    def submit(self, frame: ResponseSteer, turn: Turn | None) -> None:
+    def submit(self, submission: Submission, turn: Turn | None) -> None:
         """Accept and pass it on, or say why not. turn: the running one that the frame names, if it is of this connection."""
+        frame = submission.frame
         target = frame.previous_response_id or ""
         lane = UNSET if turn is None else turn.request.stream_id
         try:
-            steer = self._accept(frame, target, turn)
+            steer = self._accept(submission, target, turn)
         except _Refused as refused:
             self._fail(target, frame.input, refused.code, str(refused), lane)
             return
@@ -78,14 +98,10 @@ class Steering:
         self._send(SteerAccepted(steer=SteerName(id=steer.id, previous_response_id=target), stream_id=lane))
         turn.steer()
 
-    def _accept(self, frame: ResponseSteer, target: str, turn: Turn | None) -> Steer:
-        try:
-            items = decode_input(frame.input, max_items=self._max_items)
-        except ApiError as error:
-            raise _Refused("invalid_input", f"{error.param}: {error.message}") from None
-        said = tuple(item for item in items if isinstance(item, Message) and item.role == "user")
-        if not said or len(said) != len(items):
-            raise _Refused("invalid_input", "input: accepted: a text, or at least one message and only messages of role user")
+    def _accept(self, submission: Submission, target: str, turn: Turn | None) -> Steer:
+        said = submission.said
+        if isinstance(said, str):
+            raise _Refused("invalid_input", said)
         if turn is None:
             ended = target in self._ended
             code, why = (
@@ -98,7 +114,7 @@ class Steering:
             raise _Refused("response_not_active", "the response takes no more input")
         if len(self._queued.get(target, ())) >= MAX_PENDING:
             raise _Refused("too_many_pending_steers", f"{MAX_PENDING} submissions wait for this response, no more are accepted")
-        return Steer(new_id("steer"), target, frame.input, said)
+        return Steer(new_id("steer"), target, submission.frame.input, said)
 
     def ended(self, request: TurnRequest, body: ResponseBody | None, *, closing: bool) -> TurnRequest | None:
         """A turn has ended, or was not created (body None). Returns its successor, if input waits for one."""

@@ -12,7 +12,12 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.http11 import Request
 from websockets.protocol import State
 
+from agentserve.large import LARGE_BYTES
+
 EXTENSION = "agentserve.socket"
+LARGE_TEXT = "agentserve.text"
+"""Key of a received text frame of LARGE_BYTES or more: its bytes, to be decoded where nobody waits."""
+NO_TEXT = 1007
 _SHORT = struct.Struct("!BBH").pack
 _LONG = struct.Struct("!BBQ").pack
 
@@ -25,6 +30,25 @@ class DirectSocket(WebSocketsSansIOProtocol):
         scope: Any = getattr(self, "scope", None)
         if scope is not None:
             scope["extensions"][EXTENSION] = self
+
+    def send_receive_event_to_app(self) -> None:
+        """As the base class, which would decode large texts at once, and log a text that is not UTF-8 as an error of ours."""
+        if self.curr_msg_data_type != "text" or self.close_sent:
+            super().send_receive_event_to_app()
+            return
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames = []
+        try:
+            large = len(data) >= LARGE_BYTES
+            found = {LARGE_TEXT: bytes(data)} if large else {"text": data.decode()}
+        except UnicodeDecodeError:
+            self.conn.send_close(NO_TEXT)
+            self.handle_parser_exception()
+            return
+        self.queue.put_nowait({"type": "websocket.receive", **found})  # type: ignore[typeddict-item]
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
 
     async def send(self, message: Any) -> None:
         await super().send(message)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from agentserve.config import Config
 from agentserve.errors import InvalidValue, UnsupportedValue
 from agentserve.fields import fields_named
-from agentserve.http import answer_turn, headers_of, json_response, read_object
+from agentserve.http import answer_turn, headers_of, json_response, read_as
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.chat import (
     CalledFunction,
@@ -36,7 +36,7 @@ from agentserve.protocol.codec import encode
 from agentserve.protocol.decode import convert
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Message, Reasoning, encode_items
 from agentserve.protocol.responses import ErrorDetail, ReasoningConfig, ResponseBody, ResponseCreate, TextConfig, TextFormat
-from agentserve.request import accept
+from agentserve.request import TurnRequest, accept
 from agentserve.services import Services
 
 WAITING = b": waiting\n\n"
@@ -47,20 +47,16 @@ FIELDS = {"text.format.schema": "response_format.json_schema.schema", "text.form
 
 async def create_completion(request: Request, services: Services) -> Response:
     """`POST /v1/chat/completions`."""
-    chat = await read_object(request, services, ChatCreate)
-    with fields_named(FIELDS):
-        create, items = to_create(chat, services.config)
-    turn = accept(
-        create,
-        request.state.principal,
-        services.config,
-        headers_of(request),
-        websocket=False,
-        items=items,
-        field_names=FIELDS,
-    )
-    include_usage = chat.stream_options is not None and chat.stream_options.include_usage
-    wire = ChatWire(chat.model, include_usage=include_usage)
+    principal, headers = request.state.principal, headers_of(request)
+
+    def make(chat: ChatCreate) -> tuple[TurnRequest, bool]:
+        with fields_named(FIELDS):
+            create, items = to_create(chat, services.config)
+        turn = accept(create, principal, services.config, headers, websocket=False, items=items, field_names=FIELDS)
+        return turn, chat.stream_options is not None and chat.stream_options.include_usage
+
+    turn, include_usage = await read_as(request, services, ChatCreate, make)
+    wire = ChatWire(turn.create.model, include_usage=include_usage)
     return await answer_turn(request, turn, services, wire)
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from agentserve.config import Config
 from agentserve.fields import fields_named
-from agentserve.http import FAILED_STATUS, answer_turn, count, headers_of, json_response, read_object
+from agentserve.http import FAILED_STATUS, answer_turn, count, headers_of, json_response, read_as
 from agentserve.protocol import messages as ms
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.codec import messages_error, sse
@@ -40,11 +40,14 @@ async def count_message_tokens(request: Request, services: Services) -> Response
 
 
 async def _accept(request: Request, services: Services) -> TurnRequest:
-    body = await read_object(request, services, ms.MessagesCreate)
-    with fields_named(FIELDS):
-        create, items = to_create(body, services.config)
     principal, headers = request.state.principal, headers_of(request)
-    return accept(create, principal, services.config, headers, websocket=False, items=items, field_names=FIELDS)
+
+    def make(body: ms.MessagesCreate) -> TurnRequest:
+        with fields_named(FIELDS):
+            create, items = to_create(body, services.config)
+        return accept(create, principal, services.config, headers, websocket=False, items=items, field_names=FIELDS)
+
+    return await read_as(request, services, ms.MessagesCreate, make)
 
 
 def to_create(body: ms.MessagesCreate, config: Config) -> tuple[ResponseCreate, tuple[Any, ...]]:

@@ -212,15 +212,16 @@ def _join(where: str, path: str) -> str | None:
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def peek(text: str) -> Envelope:
-    """Type and lane of a frame. Raises InvalidValue if it is not a JSON object, MessageTooLarge."""
+def peek(text: str | bytes) -> Envelope:
+    """Type and lane of a frame, as text or in UTF-8. Raises InvalidValue if it is not a JSON object, MessageTooLarge."""
     check_members(text)
-    if not text.lstrip(" \t\r\n").startswith("{"):
+    opened = text.lstrip(" \t\r\n").startswith("{") if isinstance(text, str) else text.lstrip(b" \t\r\n").startswith(b"{")
+    if not opened:
         raise InvalidValue("a frame must be one JSON object with a `type`")
     return decode(text, Envelope)
 
 
-def decode_frame(envelope: Envelope, text: str) -> ClientFrame:
+def decode_frame(envelope: Envelope, text: str | bytes) -> ClientFrame:
     """The whole frame. Raises UnknownEvent or InvalidValue."""
     if not isinstance(envelope.type, str):
         raise InvalidValue(f"Expected `str`, got `{kind_of(envelope.type)}`; accepted: {', '.join(_FRAMES)}", "type")

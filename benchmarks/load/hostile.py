@@ -2,9 +2,9 @@
 
     python -m benchmarks.load hostile [--sessions 50] [--rate 50] [--seconds 20] [--idle 1000] [--slow 16] [--deaf 4] [--record]
 
-The same steady streams twice on one server, alone and beside a process that misbehaves: frames over the limit, nested too
-deeply, frames that come a byte at a time, sockets that do nothing, and consumers that never read. What counts is how much
-later events come then; see wire.py for lateness and for who gets which core.
+The same steady streams twice on one server, alone and beside a process that misbehaves: frames over the limit, frames as large
+as it allows, nested too deeply, frames that come a byte at a time, sockets that do nothing, and consumers that never read. What
+counts is how much later events come then; see wire.py for lateness and for who gets which core.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from benchmarks.load.wire import late_by, steady_streams
 RATES = tuple(int(name.removeprefix("beat")) for name in MACHINES if name.startswith("beat"))
 
 
+ENDS = ("error", "response.completed", "response.incomplete", "response.failed")
+
+
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much of each. frame_bytes: the server's limit. deep_bytes: of a frame that only nests. deaf_tokens: asked for by each
     consumer that never reads. pause_s: between two rounds."""
@@ -45,7 +48,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     idle: int = 1000
     slow: int = 16
     deaf: int = 4
-    frame_bytes: int = 64 << 20
+    frame_bytes: int = 16 << 20
     deep_bytes: int = 1 << 20
     deaf_tokens: int = 100_000
     pause_s: float = 0.05
@@ -71,6 +74,7 @@ async def attack(
     while go_on():
         outcomes[await _oversized(port, sizes)] += 1
         outcomes[await _deep(port, sizes)] += 1
+        outcomes[await _large(port, sizes)] += 1
         for socket in slow:
             socket.raw(b" ")
         await asyncio.sleep(sizes.pause_s)
@@ -92,6 +96,22 @@ async def _oversized(port: int, sizes: Sizes) -> str:
     finally:
         socket.abort()
     return "oversized_answered"
+
+
+async def _large(port: int, sizes: Sizes) -> str:
+    """A frame with nothing wrong but that its text is as large as it can be: escapes, which take longest to decode."""
+    socket = await Socket.connect(port)
+    head, tail = '{"type":"response.create","store":false,"input":"', '"}'
+    escapes = r"\n\"" * ((sizes.frame_bytes - len(head + tail)) // 4)
+    socket.send(head + escapes + tail)
+    try:
+        while not (answer := json.loads(await socket.receive()))["type"].startswith(ENDS):
+            pass
+        return f"large_{answer['type']}"
+    except Closed as closed:
+        return f"large_closed_{closed.code}"
+    finally:
+        socket.abort()
 
 
 async def _deep(port: int, sizes: Sizes) -> str:

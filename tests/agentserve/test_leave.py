@@ -156,6 +156,19 @@ async def test_a_client_that_leaves_at_any_turn_of_the_loop_leaves_nothing(name:
     assert whole in stays.text, "the next turn is right"
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/responses", "/v1/responses/compact", "/v1/chat/completions", "/v1/messages", "/v1/conversations", "/v1/cache/quota"],
+)
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault(path: str) -> None:
+    """What an endpoint raises here would be an error in the log for each."""
+    inside, client = Inside(), http(path, {"input": "hi"})
+    client._messages = [{"type": "http.request", "body": b'{"input": "h', "more_body": True}]
+    assert not await visit(inside, client, 20), "it waits for the rest"
+    inside.idle()
+    assert inside.worker.starts == []
+
+
 @pytest.mark.parametrize("name", ["json", "events", "socket", "chat"])
 async def test_a_turn_that_waits_in_the_worker_stops_when_its_client_leaves(name: str) -> None:
     """No token, no event: the only sign is that the client is gone."""

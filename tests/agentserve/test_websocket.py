@@ -12,6 +12,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from agentserve.large import LARGE_BYTES
 from tests.fakes.canonical import check
 from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, wait_for
 from tests.fakes.sockets import client_frame, close_code, raw_socket, read_frames
@@ -367,3 +368,46 @@ def test_a_connection_of_its_age_limit_is_closed_after_its_turns() -> None:
                 busy.recv(timeout=10)
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1000
+
+
+def test_text_that_is_not_utf_8_closes_with_1007_and_is_no_error_of_ours(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with raw_socket(server, receive_buffer=4096) as raw:
+        raw.sendall(client_frame('{"type": "?"}').replace(b"?", b"\xff"))
+        assert close_code(raw) == 1007
+    assert caplog.records == []
+
+
+LARGE = "w " * LARGE_BYTES
+
+
+def test_a_large_frame_is_read_on_another_thread_and_answered_in_its_place(
+    server: FakeServer, socket: ClientConnection
+) -> None:
+    """Frames behind it wait for it, and what is wrong with it is told as of any other."""
+    threads: list[str] = []
+    whole = server.services.reader.submit
+
+    def submit(*call: Any) -> Any:
+        threads.append("read")
+        return whole(*call)
+
+    server.services.reader.submit = submit  # type: ignore[method-assign]
+    send(socket, input=LARGE, stream_id="large")
+    send(socket, input="hi", stream_id="small")
+    socket.send(
+        json.dumps({"type": "response.create", "stream_id": "wrong", "input": [{"role": "user", "content": [7, LARGE]}]})
+    )
+    first: list[str] = []
+    ends: dict[str, str] = {}
+    while len(ends) < 3:
+        event = json.loads(socket.recv(timeout=20))
+        if event["type"] == "response.created":
+            first.append(event["stream_id"])
+        if event["type"] in ("response.completed", "error"):
+            ends[event["stream_id"]] = event["type"]
+            assert event["type"] != "error" or event["error"]["param"] == "input[0].content[0]"
+    assert first == ["large", "small"]
+    assert ends == {"large": "response.completed", "small": "response.completed", "wrong": "error"}
+    assert len(threads) == 2, "the large ones, and no other"
