@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from agentserve import logs
 from agentserve.app import compose
@@ -87,10 +87,18 @@ class LabServer:
         return {name: rss_mib(pid) for name, pid in self.pids.items()}
 
     def descriptors(self) -> dict[str, int]:
-        return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in self.pids.items()}
+        """Open files of each process, without those of databases: a pool keeps up to three for each connection."""
+        return {name: sum(not _of_database(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()) for name, pid in self.pids.items()}
 
     def counters(self) -> dict[str, float]:
         return counters(self.target)
+
+
+def _of_database(descriptor: Path) -> bool:
+    try:
+        return ".db" in os.readlink(descriptor).rsplit("/", 1)[-1]
+    except FileNotFoundError:
+        return False
 
 
 def counters(target: Target) -> dict[str, float]:
@@ -110,12 +118,21 @@ def rss_mib(pid: int) -> float:
 
 @contextlib.contextmanager
 def lab_server(
-    state_dir: Path, engine: str, settings: Sequence[str] = (), *, cpu: int | None = None, ready_s: float = 180.0
+    state_dir: Path,
+    engine: str,
+    settings: Sequence[str] = (),
+    *,
+    cpu: int | None = None,
+    ready_s: float = 180.0,
+    log: IO[bytes] | None = None,
 ) -> Iterator[LabServer]:
-    """A ready server, stopped at the end. cpu: the core that its process is bound to; its worker is not."""
+    """A ready server, stopped at the end. cpu: the core that its process is bound to; its worker is not.
+
+    log: gets what both processes write to standard error; ours does without it.
+    """
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.load.server", "--port", str(port), "--state-dir", str(state_dir)]
-    process = subprocess.Popen([*command, "--engine", engine, *settings])
+    process = subprocess.Popen([*command, "--engine", engine, *settings], stderr=log)
     server = LabServer(process, port)
     try:
         until = time.monotonic() + ready_s
