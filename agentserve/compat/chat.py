@@ -18,6 +18,7 @@ from agentserve.fields import fields_named
 from agentserve.http import answer_turn, headers_of, json_response, read_as
 from agentserve.protocol import server_events as ev
 from agentserve.protocol.chat import (
+    BEGUN,
     CalledFunction,
     ChatCreate,
     ChatError,
@@ -105,6 +106,10 @@ def _refuse_unsupported(chat: ChatCreate) -> None:
         raise UnsupportedValue("a bias is not supported; accepted: none", "logit_bias")
     if chat.functions:
         raise UnsupportedValue("'functions' is not supported; accepted: tools", "functions")
+    if chat.continue_final_message:
+        raise UnsupportedValue(f"{BEGUN}; accepted: false", "continue_final_message")
+    if chat.add_generation_prompt is False:
+        raise UnsupportedValue(f"{BEGUN}; accepted: true", "add_generation_prompt")
     if "audio" in (chat.modalities or ()):
         raise UnsupportedValue("'audio' is not supported; accepted: text", "modalities")
 

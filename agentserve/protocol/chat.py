@@ -72,6 +72,8 @@ class ChatCreate(Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     n: int | None = None
     modalities: list[str] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -81,6 +83,9 @@ class ChatCreate(Struct, frozen=True, kw_only=True):
     user: str | None = None
     store: bool | None = None
     agentserve: TurnOptions | None = None
+
+
+BEGUN = "an answer that is begun by the client is not supported"
 
 
 class _Head(Struct, frozen=True):
@@ -112,7 +117,7 @@ class _Call(Struct, frozen=True, kw_only=True):
 
 
 class _Assistant(Struct, frozen=True, kw_only=True):
-    """reasoning_content, or `reasoning` as some clients call it: thinking that the client kept."""
+    """reasoning_content, or `reasoning` as some clients call it: thinking that the client kept. prefix: begins the answer."""
 
     content: Raw = Raw(b"null")
     refusal: str | None = None
@@ -120,6 +125,8 @@ class _Assistant(Struct, frozen=True, kw_only=True):
     reasoning: Any = None
     tool_calls: list[_Call] | None = None
     function_call: Any = None
+    audio: Any = None
+    prefix: bool | None = None
 
 
 def decode_messages(raws: list[Raw], *, max_items: int) -> tuple[Item, ...]:
@@ -167,6 +174,10 @@ def _content(raw: Raw, where: str) -> tuple[Part, ...]:
 def _assistant(wire: _Assistant, where: str) -> list[Item]:
     if wire.function_call is not None:
         raise UnsupportedValue("'function_call' is not supported; accepted: tool_calls", f"{where}.function_call")
+    if wire.audio is not None:
+        raise UnsupportedValue("'audio' is not supported by this model; accepted: content", f"{where}.audio")
+    if wire.prefix:
+        raise UnsupportedValue(f"{BEGUN}; accepted: false", f"{where}.prefix")
     items: list[Item] = []
     thinking = wire.reasoning_content or (wire.reasoning if isinstance(wire.reasoning, str) else None)
     if thinking:
