@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from agentserve.context import named_session
 from agentserve.errors import ApiError
@@ -31,12 +32,12 @@ class Expectation:
         """Names of sessions in the headers of the handshake."""
         hint = header_session(headers)
         if hint is not None:
-            self._begin(self._last_of(named_session(self._principal.id, hint)))
+            self._begin(partial(self._last_of, named_session(self._principal.id, hint)))
 
     def goes_on(self, response_id: str | None) -> None:
         """The first turn goes on from this response; later ones follow what was just computed."""
         if response_id is not None and self._task is None:
-            self._begin(self._store.get(self._principal.id, response_id))
+            self._begin(partial(self._store.get, self._principal.id, response_id))
 
     def close(self) -> None:
         if self._task is not None:
@@ -50,12 +51,13 @@ class Expectation:
             None if row is None or row.last_response is None else await self._store.get(self._principal.id, row.last_response)
         )
 
-    def _begin(self, response: Awaitable[StoredResponse | None]) -> None:
-        self._task = asyncio.create_task(self._tell(response), name="expectation")
+    def _begin(self, find: Callable[[], Awaitable[StoredResponse | None]]) -> None:
+        self._task = asyncio.create_task(self._tell(find), name="expectation")
 
-    async def _tell(self, response: Awaitable[StoredResponse | None]) -> None:
+    async def _tell(self, find: Callable[[], Awaitable[StoredResponse | None]]) -> None:
+        """find: called here, since a socket that closes first ends this before it begins."""
         try:
-            found = await response
+            found = await find()
         except ApiError as error:
             log.debug("nothing expected code=%s", error.code)
             return

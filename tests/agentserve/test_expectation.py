@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from agentserve.expectation import Expectation
+from agentserve.interfaces import Principal, StoredResponse
 from tests.agentserve.test_websocket import AUTH, send, until_terminal
 from tests.fakes.server import FakeServer, running, wait_for
+from tests.fakes.store import FakeStore
 
 
 @contextmanager
@@ -51,3 +55,21 @@ def test_a_session_that_is_not_known_is_not_expected(name: str) -> None:
             send(socket, input="hello")
             until_terminal(socket)
             assert not server.worker.expected
+
+
+async def test_a_socket_that_closes_at_once_leaves_nothing_begun() -> None:
+    """What was to be looked up must not lie about as a coroutine that nobody awaits: each would be a warning in the log."""
+    store = FakeStore()
+    asked: list[str] = []
+    find = store.get
+
+    def get(principal: str, response_id: str) -> Awaitable[StoredResponse | None]:
+        asked.append(response_id)
+        return find(principal, response_id)
+
+    store.get = get  # type: ignore[method-assign]
+    expectation = Expectation(store, (), Principal("p", b""))
+    expectation.goes_on("resp_1")
+    expectation.close()
+    await asyncio.sleep(0)
+    assert asked == []
