@@ -373,9 +373,10 @@ class Scheduler:
         return row
 
     def skip_cuts(self, count: int) -> None:
-        if count:
-            self.cuts_skipped += count
-            log.warning("cuts skipped count=%d held=%d rows=%d", count, len(self.store.holds), self.store.rows.total)
+        before, self.cuts_skipped = self.cuts_skipped, self.cuts_skipped + count
+        # Told when their number has doubled: a context of a thousand tool results skips some in each of its chunks.
+        if before.bit_length() < self.cuts_skipped.bit_length():
+            log.warning("cuts skipped all=%d held=%d rows=%d", self.cuts_skipped, len(self.store.holds), self.store.rows.total)
 
     def take_starved(self) -> list[Sequence]:
         """The starved requests, once; those that found room after all are left out."""

@@ -215,6 +215,15 @@ def test_cuts_without_a_free_row_are_skipped_the_deepest_are_kept():
     release_all(engine)
 
 
+def test_cuts_that_are_skipped_again_and_again_are_told_when_they_have_doubled(caplog):
+    engine = make_engine(max_rows=1, snapshot_rows=3)
+    for _ in range(1000):
+        engine.scheduler.skip_cuts(1)
+    assert engine.stats().cuts_skipped == 1000
+    told = [record.getMessage().split(" held")[0] for record in caplog.records]
+    assert told == [f"cuts skipped all={1 << doubled}" for doubled in range(10)]
+
+
 def test_rows_of_reclaimed_holds_serve_new_cuts():
     engine = make_engine(max_rows=1, snapshot_rows=1)
 
