@@ -128,6 +128,15 @@ class _Cleaner:
             kinds = value if isinstance(value, list) else [value]
             if not kinds or any(not isinstance(k, str) or k not in _TYPES for k in kinds):
                 raise InvalidValue(f"accepted: {', '.join(sorted(_TYPES))}, or a list of them", at)
+        # The grammar library would quote a value of another kind, and panics where the quote ends within a character.
+        elif key == "required":
+            if not isinstance(value, list) or any(not isinstance(name, str) for name in value):
+                raise InvalidValue("Expected `array` of `str`", at)
+        elif key == "pattern":
+            if not isinstance(value, str):
+                raise InvalidValue(f"Expected `str`, got `{type(value).__name__}`", at)
+        elif key != "const" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise InvalidValue(f"Expected a number, got `{type(value).__name__}`", at)
         return value
 
     def _enum(self, value: Any, at: str) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_a_session_that_is_not_known_is_not_expected(name: str) -> None:
 
 async def test_a_socket_that_closes_at_once_leaves_nothing_begun() -> None:
     """What was to be looked up must not lie about as a coroutine that nobody awaits: each would be a warning in the log."""
-    store = FakeStore()
+    store: Any = FakeStore()
     asked: list[str] = []
     find = store.get
 
@@ -67,7 +67,7 @@ async def test_a_socket_that_closes_at_once_leaves_nothing_begun() -> None:
         asked.append(response_id)
         return find(principal, response_id)
 
-    store.get = get  # type: ignore[method-assign]
+    store.get = get
     expectation = Expectation(store, (), Principal("p", b""))
     expectation.goes_on("resp_1")
     expectation.close()

@@ -159,3 +159,12 @@ def test_a_rule_is_made_and_checked_once() -> None:
     made = [rules.rule(None, tool_choice("required"), TOOLS, one_call=False, check=seen.append) for _ in range(3)]
     assert made[0] is made[1] is made[2]
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("key", ["required", "pattern", "minLength", "maxItems", "multipleOf", "minimum"])
+@pytest.mark.parametrize("value", [["é" * 200, 7], {"a": "é" * 200}, True])
+def test_a_keyword_of_another_kind_is_refused_before_a_library_quotes_it(key: str, value: Any) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        enforceable({"type": "object", key: value}, "schema", exact=True)
+    assert refused.value.param == f"schema.{key}"
+    assert "é" not in str(refused.value)
