@@ -224,6 +224,6 @@ def test_damaged_messages_leave_the_server_and_others_as_they_were(tmp_path: Pat
         outcomes = asyncio.run(fuzz(server, MINUTES))
     assert [line for line in log.read_text().splitlines() if not any(expected in line for expected in EXPECTED)] == []
     assert outcomes["closed_1011"] == 0, "the server closed a socket because it broke"
-    assert min(outcomes[name] for name in ("checked", "beside", "http_200", "http_400", "streams", "error")) > 0, outcomes
+    assert min(outcomes[name] for name in ("beside", "http_200", "http_400", "error")) > 0, outcomes
     print(dict(sorted(outcomes.items())))
     rows_are_whole(tmp_path / "state" / "sessions.db")
