@@ -19,9 +19,12 @@ import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig, Machine
+from engine.device.base import Device
 from engine.elastic.boundary import Boundary, Divided
 from engine.elastic.controller import Controller
 from engine.errors import InvalidRequest, OutOfDeviceMemory, OutOfPages, Unsupported
+from engine.kvcache.arena import PinnedArena
+from engine.kvcache.leaving import Leaving
 from engine.kvcache.store import NO_ROW, Held, StateStore
 from engine.models.base import Logits, Model, Pass, SlotCounters, Staged
 from engine.requests import check_hold, check_request, check_snapshot
@@ -85,7 +88,7 @@ class Engine:
             tell(0.95, "compiling kernels and capturing graphs")
             with torch.inference_mode():
                 loaded.model.warm_up(engine.store.kv, engine.store.states)
-            if loaded.device is not None and loaded.device.type == "cuda" and config.rehearse_tokens:
+            if loaded.device is not None and loaded.device.torch_device.type == "cuda" and config.rehearse_tokens:
                 tell(0.97, "compiling kernels for prompts (the first start on a machine takes a minute)")
                 kv_tokens = engine.store.pages.total * engine.store.page_size
                 loaded.model.rehearse(engine.store.kv, engine.store.states, min(config.rehearse_tokens, kv_tokens))
@@ -98,7 +101,7 @@ class Engine:
         config: EngineConfig,
         weights_digest: str = "",
         slots: SlotCounters | None = None,
-        device: torch.device | None = None,
+        device: Device | None = None,
         divided: Divided | None = None,
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -106,6 +109,7 @@ class Engine:
         """slots: the model's expert slots, for the counters. device: where state lies, None = host memory. divided: its memory
         that can change hands. clock_ns: what deadlines and the cost of steps are measured by."""
         self.model = model
+        self._device = device
         self._slots = slots
         spec = model.spec
         self.config = config = config.resolve(Machine.here(), spec)
@@ -150,6 +154,7 @@ class Engine:
             self._controller = Controller(self._boundary, divided, self.store, self.scheduler, clock_ns)
         self._staged = model if isinstance(model, Staged) else None
         self._open: OpenPass | None = None
+        self._arena: PinnedArena | None = None
         self._requests: dict[str, Running] = {}
         self._cancelled: dict[str, bool] = {}
         self._bytes_of: Callable[[int], bytes] | None = None
@@ -242,15 +247,50 @@ class Engine:
         return self.store.export(held, kv_start)
 
     @torch.inference_mode()
-    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
-        """KV rows [start, stop) of a held state: uint8 [stop − start, kv_token_bytes]. For large states, piece by piece.
+    def copy_kv(self, hold: HoldId, start: int, stop: int, each: int = 0) -> Leaving:
+        """Begin to copy KV rows [start, stop) of a held state, in arrays of `each` tokens (0: one). For large states, piece by
+        piece: on a device nothing waits for it, and what it reads stays until it is over, whatever becomes of the hold.
 
         Raises UnknownHold, or InvalidRequest unless 0 ≤ start ≤ stop ≤ position.
         """
         held = self.store.get(hold)
         if not 0 <= start <= stop <= held.position:
             raise InvalidRequest("stop", (start, stop), f"a range within 0 to {held.position}")
-        return self.store.kv.read(held.pages, start, stop)
+        return self.store.copy(held, start, stop, each)
+
+    @torch.inference_mode()
+    def copy_rest(self, hold: HoldId, start: int) -> Leaving:
+        """The same of its KV rows from start on, its recurrent components and its logits."""
+        held = self.store.get(hold)
+        if not 0 <= start <= held.position:
+            raise InvalidRequest("start", start, f"0 to {held.position}")
+        return self.store.copy(held, start, held.position, rest=True)
+
+    def memory_for_copies(self, limit_bytes: int) -> PinnedArena | None:
+        """Where copies go from now on, and whatever is to be restored soon should lie: memory that the device reads and writes
+        by itself. Whoever asks lets it be pinned, and gives it back. None: there is no device, any memory does."""
+        if self._device is None:
+            return None
+        self._arena = arena = PinnedArena(self._device, limit_bytes)
+        self.store.take = arena.take
+        return arena
+
+    def forget_memory(self) -> None:
+        """Give that memory back when the device is done with it; copies go to any from now on. Raises DeviceError."""
+        arena, self._arena = self._arena, None
+        self.store.forget_memory()
+        if arena is not None:
+            arena.close()
+
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        """Let callback() be called while a device computes a decode step, when the host has nothing to do but wait. It may
+        copy, release and ask what is held, and should take less time than the step. Never called where the host computes."""
+        if isinstance(self.model, Staged):
+            self.model.set_beside(callback)
+
+    def settle(self) -> None:
+        """Wait for copies that are under way."""
+        self.store.settle()
 
     @property
     def room(self) -> Room:
@@ -324,6 +364,7 @@ class Engine:
         run; what happened before it is returned by the next step.
         """
         events, self._unreturned = self._unreturned, []
+        self.store.look()
         try:
             self.tend_memory()
             with self._spoiling(self.scheduler.running):
@@ -585,6 +626,7 @@ class Engine:
         """Counters since the start and what is free now. Rows are those of recurrent state; without any, of requests."""
         scheduler, store = self.scheduler, self.store
         rows = store.rows.total or scheduler.max_rows
+        arena = None if self._arena is None else self._arena.stats()
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -606,6 +648,9 @@ class Engine:
             expert_slots=0 if self._boundary is None else self._boundary.sizes.slots,
             memory_moves=0 if self._boundary is None else self._boundary.moves,
             lent_bytes=0 if self._boundary is None else self._boundary.lent_bytes,
+            pinned_bytes=0 if arena is None else arena.pinned,
+            pinned_used_bytes=0 if arena is None else arena.used,
+            not_pinned_bytes=0 if arena is None else arena.elsewhere,
         )
 
     def check(self) -> None:

@@ -59,7 +59,7 @@ class LoadedModel:
     weights_digest: str
     slots: SlotCounters | None
     config: EngineConfig
-    device: torch.device | None = None
+    device: Device | None = None
     divided: Divided | None = None
 
 
@@ -132,7 +132,7 @@ def _on_device(
         log.info("%s", line)
     offloaded = placed.model.experts is not None and not placed.model.experts.resident
     slots = placed.model.experts if offloaded else None
-    return LoadedModel(placed.model, digest, slots, placed.config, device.torch_device, placed.divided)
+    return LoadedModel(placed.model, digest, slots, placed.config, device, placed.divided)
 
 
 def offload_experts(decoder: Decoder, config: EngineConfig) -> tuple[Decoder, SlotMap | None]:

@@ -249,7 +249,8 @@ class EngineStats:
 
     waiting_prefill_tokens: prompt tokens not yet computed, of running requests too. cuts_skipped: cuts that gave no hold for
     want of a recurrent row. preemptions: requests sent to host memory for want of pages, pauses: for a more pressing one.
-    expert_slots, memory_moves, lent_bytes: as MemoryReport has them.
+    expert_slots, memory_moves, lent_bytes: as MemoryReport has them. pinned_bytes, pinned_used_bytes: of the memory for copies;
+    not_pinned_bytes: copied so far to other memory, because it was full or refused.
     """
 
     running: int
@@ -272,3 +273,6 @@ class EngineStats:
     expert_slots: int = 0
     memory_moves: int = 0
     lent_bytes: int = 0
+    pinned_bytes: int = 0
+    pinned_used_bytes: int = 0
+    not_pinned_bytes: int = 0

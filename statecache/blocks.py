@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from statecache.checkpoint import Path, Record
+from statecache.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from statecache.shelf import Shelf
 
 
 class Extent:
@@ -67,3 +72,16 @@ class Draft:
     @property
     def written(self) -> int:
         return sum(self.stored.values())
+
+
+@dataclass
+class Growing:
+    """Blocks of a path on a shelf, of which there will be a checkpoint. tail: the last of them, held; they come one by one."""
+
+    path: Path
+    shelf: Shelf
+    tail: Block | None
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.tail is None else (self.tail.index + 1) * BLOCK_TOKENS

@@ -150,6 +150,25 @@ class Path:
         return self.ids[first * _ID_BYTES : end * _ID_BYTES]
 
 
+class Rows:
+    """rows_between() for one range after another, rising: each costs what it takes, not a search."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._at = 0
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        runs = self._payload.kv
+        while self._at + 1 < len(runs) and runs[self._at + 1].start <= start:
+            self._at += 1
+        run = runs[self._at] if runs else None
+        if run is None or start == end or start < run.start or end > run.start + len(run.rows):
+            return rows_between(self._payload, start, end)
+        if start == run.start and end - start == len(run.rows):
+            return run.rows
+        return run.rows[start - run.start : end - run.start]
+
+
 def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:
     """KV rows [start, end) of a payload, a view where one run holds them all. Raises PayloadMismatch when some are missing."""
     if start == end:

@@ -6,7 +6,7 @@ whoever calls add(), release() or read() must be the thread that runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,30 @@ import numpy as np
 
 from statecache.checkpoint import Record, TierStats
 from statecache.types import KvRun, Payload
+
+
+class Copied(Protocol):
+    """On the host, read-only, each array of its own. kv: uint8 [tokens, kv_token_bytes], in order. logits: f32."""
+
+    @property
+    def kv(self) -> Sequence[np.ndarray]: ...
+    @property
+    def state(self) -> Mapping[str, np.ndarray]: ...
+    @property
+    def logits(self) -> np.ndarray | None: ...
+
+
+class Copy(Protocol):
+    """Bytes on their way to the host. May be forgotten before it is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether result() will not wait."""
+        ...
+
+    def result(self) -> Copied:
+        """Waits; raises what went wrong."""
+        ...
 
 
 class Pools(Protocol):
@@ -31,12 +55,13 @@ class Pools(Protocol):
         """uint32 [position]: the ids that made the state."""
         ...
 
-    def rows(self, hold: int, start: int, stop: int) -> np.ndarray:
-        """A copy of its KV rows [start, stop): uint8 [stop − start, kv_token_bytes]."""
+    def rows(self, hold: int, start: int, stop: int, each: int) -> Copy:
+        """Begin to copy its KV rows [start, stop), in arrays of `each` tokens."""
         ...
 
-    def rest(self, hold: int) -> tuple[Mapping[str, np.ndarray], np.ndarray | None]:
-        """A copy of its recurrent components, each uint8 [nbytes], and of its logits (f32) if it has them."""
+    def rest(self, hold: int, start: int) -> Copy:
+        """Begin to copy its KV rows from `start` on, in one array if there are any, its recurrent components, each
+        uint8 [nbytes], and its logits if it has them."""
         ...
 
     def own_bytes(self, hold: int) -> int:
@@ -70,6 +95,8 @@ class Device:
         self.evictions = 0
         self.copied_bytes = 0
         self.dropped = 0
+        self.on_release: Callable[[Resident], None] = lambda resident: None
+        """Told of each that leaves, for whatever reason."""
 
     def add(self, record: Record, hold: int, *, logits: bool) -> None:
         """Take over a hold. Of two for one checkpoint the one with logits stays."""
@@ -86,14 +113,15 @@ class Device:
         """Let the engine have its pages and row again."""
         resident = self.residents.pop(record.id)
         self.evictions += 1
+        self.on_release(resident)
         self.pools.release(resident.hold)
 
     def read(self, resident: Resident) -> Payload:
         """A copy of everything."""
         position = resident.record.position
-        state, logits = self.pools.rest(resident.hold)
-        rows = self.pools.rows(resident.hold, 0, position)
-        return Payload(position, (KvRun(0, rows),), state, logits if resident.logits else None)
+        copied = self.pools.rest(resident.hold, 0).result()
+        runs = tuple(KvRun(0, rows) for rows in copied.kv)
+        return Payload(position, runs, copied.state, copied.logits if resident.logits else None)
 
     def stats(self) -> TierStats:
         return TierStats(

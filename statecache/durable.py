@@ -22,6 +22,7 @@ from statecache.policy import Policy
 from statecache.recover import Progress
 from statecache.staging import fitting_ladder
 from statecache.store import StateCache
+from statecache.tiers.base import Take, ordinary
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import Layout
@@ -119,12 +120,14 @@ def open_states(
     prepare: Callable[[Engine], object] = metadata.create_all,
     progress: Progress = lambda fraction, what: None,
     clock: Callable[[], float] = time.monotonic,
+    take: Take = ordinary,
 ) -> SavedStates:
     """Open or make the saved states of a namespace. A disk that cannot be used is a warning, and memory alone is used.
 
+    take: where the states lie in memory.
     prepare: brings the schema of the durable index up to date. progress: told while states are looked for.
     """
-    tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes)]
+    tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes, take=take)]
     held: Claim | None = None
     budget = 0
     if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
@@ -133,7 +136,7 @@ def open_states(
             held = claim(folder, wait_s=disk.claim_wait_s, waiting=lambda: progress(0.0, "waiting for another worker to end"))
             describe(folder, namespace, model, layout, disk.worker)
             budget = make_room(disk.root, folder, disk.budget_bytes, disk.beside)
-            tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes))
+            tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes, take=take))
         except (OSError, TierFailed) as error:
             log.warning("no saved states on disk: %s", error)
     policy = policy or Policy()
@@ -148,6 +151,7 @@ def open_states(
         policy=policy,
         clock=clock,
         write_behind=len(tiers) > 1,
+        take=take,
     )
     if len(tiers) == 1:
         return SavedStates(cache, None, held)

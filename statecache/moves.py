@@ -1,21 +1,22 @@
 """From the engine's pools to the next tier: what is copied there, in pieces, and what leaves the pools when they are short.
 
-A state that stays on the device costs no copy until somebody else needs its pages, or it is to outlive the process. Copies run
-piece by piece between the engine's steps; only a shortage in the middle of a step has to finish one at once. Not thread-safe:
-StateCache calls it under its lock, from the thread that runs the engine.
+A state that stays on the device costs no copy until somebody else needs its pages, or it is to outlive the process. Copies
+run piece by piece beside the engine's steps, and nothing waits for a piece; only a shortage in the middle of a step has to
+finish one at once. Not thread-safe: StateCache calls it under its lock, from the thread that runs the engine.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from statecache.blocks import Growing
 from statecache.checkpoint import PutResult, Record
-from statecache.device import Device, Resident
+from statecache.device import Copied, Copy, Device, Resident
 from statecache.eviction import Candidate, eviction_order
 from statecache.policy import worth_copying
 from statecache.residency import Residency
@@ -27,14 +28,17 @@ MOST_RESIDENTS = 512
 
 
 class Saves(Protocol):
-    """The part of StateCache that takes a copy."""
+    """The part of StateCache that takes a copy; see placing.py."""
 
+    def grow(self, tokens: np.ndarray, salt: bytes, position: int) -> Growing | None: ...
+    def add_rows(self, growing: Growing, blocks: Sequence[np.ndarray]) -> str: ...
+    def shrink(self, growing: Growing) -> None: ...
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int: ...
     def put(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload) -> PutResult: ...
 
 
 class Job:
-    """One state on its way. work() copies a piece; result is set by the last one."""
+    """One state on its way. work() goes on with it; result is set when it has arrived."""
 
     def __init__(self, saves: Saves, device: Device, resident: Resident, kv_token_bytes: int, *, leaves: bool) -> None:
         """leaves: it is released when it is copied."""
@@ -46,44 +50,72 @@ class Job:
         self._device = device
         self._width = max(1, kv_token_bytes)
         self._tokens = pools.tokens(resident.hold)
-        self._at = self._start = saves.kv_missing_from(self._tokens, record.salt, record.position)
+        # Block by block, so that no moment has to place a whole context; what it builds on cannot go meanwhile.
+        self.growing = saves.grow(self._tokens, record.salt, record.position)
+        self._at = self._start = (
+            saves.kv_missing_from(self._tokens, record.salt, record.position) if self.growing is None else self.growing.tokens
+        )
         self._runs: list[KvRun] = []
-        self._again = True
+        self._again = self.growing is None
+        self._coming: Copy | None = None
+        self._last = False
+        """What is coming is the rest."""
 
-    def work(self, limit: int) -> None:
-        """Copy about `limit` bytes of KV, or all the rest once those are there."""
+    def work(self, limit: int, *, wait: bool = False) -> None:
+        """Take what has come, and let about `limit` bytes of KV come, or all the rest once those are there. One piece at a
+        time, and what is on its way is waited for only if that is asked."""
+        coming = self._coming or self._begin(limit)
+        if not (wait or coming.done):
+            return
+        was_coming, self._coming = self._coming is coming, None
+        self._arrived(coming.result())
+        if was_coming and self.result is None:
+            self._coming = self._begin(limit)
+
+    def _begin(self, limit: int) -> Copy:
         resident, pools = self.resident, self._device.pools
         record, full = resident.record, resident.record.position // BLOCK_TOKENS * BLOCK_TOKENS
-        if self._at < full:
+        if self._at >= full and self._again:
+            missing = self._saves.kv_missing_from(self._tokens, record.salt, record.position)
+            if missing < self._start:  # what it builds on was evicted in the meantime
+                self._at = self._start = missing
+                self._runs, self._again = [], False
+        self._last = self._at >= full
+        if self._last:
+            self._coming = pools.rest(resident.hold, self._at)
+        else:
             blocks = max(1, limit // (BLOCK_TOKENS * self._width))
             stop = min(full, self._at + blocks * BLOCK_TOKENS)
-            rows = pools.rows(resident.hold, self._at, stop)
-            for start in range(0, len(rows), BLOCK_TOKENS):
-                # Of its own, so that the memory tier can keep it as it is, and free it alone.
-                self._runs.append(KvRun(self._at + start, _kept(rows[start : start + BLOCK_TOKENS].copy())))
-            self._device.copied_bytes += rows.nbytes
-            self._at = stop
+            # An array for each block, so that the memory tier can keep it as it is, and free it alone.
+            self._coming = pools.rows(resident.hold, self._at, stop, BLOCK_TOKENS)
+        return self._coming
+
+    def _arrived(self, copied: Copied) -> None:
+        resident, record = self.resident, self.resident.record
+        if not self._last:
+            self._device.copied_bytes += sum(rows.nbytes for rows in copied.kv)
+        if self.growing is not None and not self._last:
+            refused = self._saves.add_rows(self.growing, copied.kv)
+            self._at = self.growing.tokens
+            self.result = PutResult(None, 0, False, refused) if refused else None
             return
-        missing = self._saves.kv_missing_from(self._tokens, record.salt, record.position)
-        if missing < self._start and self._again:  # what it builds on was evicted in the meantime
-            self._at = self._start = missing
-            self._runs, self._again = [], False
+        for rows in copied.kv:
+            self._runs.append(KvRun(self._at, rows))
+            self._at += len(rows)
+        if not self._last:
             return
-        if self._at < record.position:
-            self._runs.append(KvRun(self._at, _kept(pools.rows(resident.hold, self._at, record.position))))
-            self._at = record.position
-        state, logits = pools.rest(resident.hold)
-        state = {name: _kept(part) for name, part in state.items()}
-        self._device.copied_bytes += sum(part.nbytes for part in state.values())
-        payload = Payload(record.position, tuple(self._runs), state, logits if resident.logits else None)
+        self._device.copied_bytes += sum(part.nbytes for part in copied.state.values())
+        logits = copied.logits if resident.logits else None
+        payload = Payload(record.position, tuple(self._runs), copied.state, logits)
         used_at, boundary = record.used_at, Boundary(record.position, record.kind, record.item)
         self.result = self._saves.put(self._tokens, record.salt, boundary, payload)
         record.used_at = used_at  # to be copied is not to be used
 
-
-def _kept(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
+    def close(self) -> None:
+        """Whatever came of it; blocks that no checkpoint needs are forgotten."""
+        growing, self.growing = self.growing, None
+        if growing is not None:
+            self._saves.shrink(growing)
 
 
 class Moves:
@@ -97,6 +129,8 @@ class Moves:
         self.wanted: OrderedDict[str, None] = OrderedDict()
         """Ids to be copied to the next tier, in this order."""
         self._job: Job | None = None
+        self._told_of_failures = False
+        device.on_release = self._gone
 
     @property
     def waiting(self) -> int:
@@ -120,7 +154,7 @@ class Moves:
         short: the pools should have more room; then something leaves them once nothing is wanted any more.
         """
         job = self._job
-        if job is None or not self._is_here(job.resident):
+        if job is None:
             job = self._job = self._next(short or len(self._device.residents) > MOST_RESIDENTS)
         if job is None:
             return False
@@ -130,6 +164,7 @@ class Moves:
             job.result = PutResult(job.resident.record.id, 0, True)
         if job.result is not None:
             self._job = None
+            job.close()
             self._end(job)
         return True
 
@@ -190,7 +225,7 @@ class Moves:
             job.work(limit)
         except Exception as error:
             # Its bytes are still here; what failed is the copy.
-            log.warning("state not copied from the device position=%d", job.resident.record.position, exc_info=True)
+            self._tell(job.resident.record, error)
             job.result = PutResult(None, 0, False, str(error))
 
     def _end(self, job: Job) -> None:
@@ -221,18 +256,29 @@ class Moves:
         try:
             job = job or self._job_of(resident, leaves=True)
             while job.result is None:
-                job.work(1 << 30)
+                job.work(1 << 30, wait=True)
             if job.result.checkpoint_id is not None:
                 self._told(record.id)
             return job.result
         except Exception as error:
-            log.warning("state not copied from the device position=%d", record.position, exc_info=True)
+            self._tell(record, error)
             return PutResult(None, 0, False, str(error))
+        finally:
+            if job is not None:
+                job.close()
+
+    def _gone(self, resident: Resident) -> None:
+        if self._job is not None and self._job.resident is resident:
+            self._job.close()
+            self._job = None
+
+    def _tell(self, record: Record, error: Exception) -> None:
+        """With all that is known the first time; a device that fails, fails every copy."""
+        level, self._told_of_failures = logging.INFO if self._told_of_failures else logging.WARNING, True
+        log.log(level, "state not copied from the device position=%d", record.position, exc_info=error)
 
     def _let_go(self, resident: Resident) -> None:
         record = resident.record
-        if self._job is not None and self._job.resident is resident:
-            self._job = None
         self.wanted.pop(record.id, None)
         self._device.dropped += self._kept.shelf_of(record) is None
         self._kept.leave_device(record)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from statecache.blocks import Growing
 from statecache.checkpoint import Path, PutResult, Record, validate
 from statecache.copies import Copies
 from statecache.errors import Collision, PayloadMismatch, TierError
+from statecache.headers import extent_header
 from statecache.index.base import Index, Walk
 from statecache.keys import KEY_BYTES, Hash128, KeyChain, token_bytes
 from statecache.lookup import Lookup
@@ -118,10 +120,7 @@ class Placing:
             try:
                 written = self._kept.write(shelf, record, path, payload)
             except TierError as error:
-                shelf.refused += 1
-                self.collisions += isinstance(error, Collision)
-                log.info("checkpoint refused position=%d tier=%s reason=%s", position, shelf.tier.name, error)
-                return PutResult(None, 0, False, str(error))
+                return PutResult(None, 0, False, self._refused(shelf, position, error))
             finally:
                 record.in_use -= 1
             self._kept.commit(record, path)
@@ -130,6 +129,48 @@ class Placing:
             record.used_at = self._clock()
             self._kept.join(record, session)
             return PutResult(checkpoint_id, written, known, tier=shelf.tier.name)
+
+    def grow(self, tokens: np.ndarray, salt: bytes, position: int) -> Growing | None:
+        """Begin to place a checkpoint's blocks one by one, behind those that are there; put() finds them. None: it is too large
+        for the first tier, or that takes none alone, and put() needs all rows at once. Ends with shrink()."""
+        ids = token_bytes(tokens)[: 4 * position]
+        with self._lock:
+            shelf = self._kept.target(position)
+            if shelf.tier.extent_blocks != 1 or shelf is not self._kept.shelves[0] or self._passes_memory(position):
+                return None
+            path = self._path(salt, ids, self._index.walk(salt, ids))
+            try:
+                tail, _ = shelf.stored_blocks(path, self._kept.known_block(shelf, path))
+            except Collision:
+                return None  # put() says so
+            shelf.hold(tail)
+            return Growing(path, shelf, tail)
+
+    def add_rows(self, growing: Growing, blocks: Sequence[np.ndarray]) -> str:
+        """The next blocks' rows, each an array of its own. Why they were refused, if they were."""
+        shelf = growing.shelf
+        with self._lock:
+            index = growing.tokens // BLOCK_TOKENS
+            header = extent_header(growing.path, index, index + 1)
+            try:
+                self._kept.make_room(shelf, sum(shelf.tier.cost(header, {"kv": rows.nbytes}) for rows in blocks))
+                for rows in blocks:
+                    growing.tail = shelf.append(growing.path, growing.tail, rows)
+            except TierError as error:
+                return self._refused(shelf, growing.path.position, error)
+        return ""
+
+    def _refused(self, shelf: Shelf, position: int, error: TierError) -> str:
+        shelf.refused += 1
+        self.collisions += isinstance(error, Collision)
+        log.info("checkpoint refused position=%d tier=%s reason=%s", position, shelf.tier.name, error)
+        return str(error)
+
+    def shrink(self, growing: Growing) -> None:
+        """Forget what no checkpoint needs of it."""
+        with self._lock:
+            tail, growing.tail = growing.tail, None
+            growing.shelf.drop(tail)
 
     def admit(
         self,

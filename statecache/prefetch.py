@@ -18,6 +18,7 @@ import numpy as np
 
 from statecache.errors import ReadStopped, TierError
 from statecache.store import StateCache
+from statecache.tiers.base import Take
 from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
 
 log = logging.getLogger(__name__)
@@ -115,12 +116,12 @@ class Prefetcher:
             if match.position != payload.position or payload.position == 0:
                 return
             boundary = Boundary(match.position, match.kind)
-            split = _split(payload)
+            split = _split(payload, self._cache.take)
             if not wanted.cancelled:
                 self._cache.put_prefetched(wanted.tokens, wanted.salt, boundary, split)
 
 
-def _split(payload: Payload) -> Payload:
+def _split(payload: Payload, take: Take) -> Payload:
     """The same with an array of its own for each block and part, read-only, so that memory keeps them without a copy."""
     runs: list[KvRun] = []
     for run in payload.kv:
@@ -129,12 +130,14 @@ def _split(payload: Payload) -> Payload:
             *range(run.start // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS, run.start + len(run.rows), BLOCK_TOKENS),
         ]
         for start, stop in zip(edges, [*edges[1:], run.start + len(run.rows)], strict=True):
-            runs.append(KvRun(start, _own(run.rows[start - run.start : stop - run.start])))
+            runs.append(KvRun(start, _own(run.rows[start - run.start : stop - run.start], take)))
     logits = None if payload.logits is None else payload.logits.copy()
-    return Payload(payload.position, tuple(runs), {name: _own(part) for name, part in payload.state.items()}, logits)
+    return Payload(payload.position, tuple(runs), {name: _own(part, take) for name, part in payload.state.items()}, logits)
 
 
-def _own(array: np.ndarray) -> np.ndarray:
-    copy = array.copy()
-    copy.flags.writeable = False
+def _own(array: np.ndarray, take: Take) -> np.ndarray:
+    root = take(array.nbytes)
+    copy = root.reshape(array.shape)
+    copy[...] = array
+    root.flags.writeable = copy.flags.writeable = False
     return copy

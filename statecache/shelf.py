@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from statecache.blocks import Block, Draft, Extent, Holding
-from statecache.checkpoint import Path, Record, TierStats, rows_between
+from statecache.checkpoint import Path, Record, Rows, TierStats, rows_between
 from statecache.errors import Collision, ReadStopped, SegmentBad
 from statecache.headers import check_header, extent_header, segment_keys, state_header
 from statecache.tiers.base import SegmentHeader, Tier
@@ -122,9 +122,14 @@ class Shelf:
         total = 0 if payload.logits is None else self.logits_cost(record, path, payload.logits)
         if record.id in self.holdings:
             return total
+        known: dict[tuple[int, int, int], int] = {}
         for first, end in self._extents(path, stored):
-            header = extent_header(path, first, end)
-            total += self.tier.cost(header, {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes})
+            # Headers of as many blocks differ in length by the digits of their positions alone.
+            alike = (end - first, len(str(first * BLOCK_TOKENS)), len(str(end * BLOCK_TOKENS)))
+            if alike not in known:
+                parts = {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes}
+                known[alike] = self.tier.cost(extent_header(path, first, end), parts)
+            total += known[alike]
         sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
         return total + self.tier.cost(state_header(path, "state", record), sizes)
 
@@ -172,9 +177,10 @@ class Shelf:
         """
         record, path, sealed = draft.record, draft.path, draft.record.proven
         state_key, logits_key = segment_keys(record)
+        kv = Rows(payload)
         try:
             for first, end, key in draft.extents:
-                rows = rows_between(payload, first * BLOCK_TOKENS, end * BLOCK_TOKENS)
+                rows = kv.between(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
                 draft.stored[key] = self.tier.put(key, extent_header(path, first, end), {"kv": rows}, sealed=sealed)
             if not draft.logits_only:
                 header = state_header(path, "state", record)
@@ -184,6 +190,27 @@ class Shelf:
         except BaseException:
             self._take_back(draft)
             raise
+
+    def append(self, path: Path, tail: Block | None, rows: np.ndarray) -> Block:
+        """Store one more block of `path` behind `tail`, or find it here; the caller's hold of tail is one of that block now.
+
+        For what comes a little at a time, before there is a checkpoint of it, and a tier whose extents are single blocks.
+        Raises TierError, changing nothing.
+        """
+        index = tail.index + 1 if tail else 0
+        key, ids = path.key(index), path.block_ids(index, index + 1)
+        block = self.blocks.get(key)
+        if block is None:
+            extent = Extent(b"x" + key)
+            extent.nbytes = self.tier.put(extent.key, extent_header(path, index, index + 1), {"kv": rows})
+            self.written_bytes += extent.nbytes
+            block = self.blocks[key] = Block(key, tail, index, ids, extent)
+            extent.blocks.append(block)
+        elif block.parent is not tail or block.index != index or block.ids != ids:
+            raise Collision(f"block key {key.hex()} names two paths")
+        self.hold(block)
+        self.drop(tail)
+        return block
 
     def adopt(self, draft: Draft) -> int:
         """Third step: what was stored counts from now on. Returns bytes charged."""
@@ -195,8 +222,9 @@ class Shelf:
                 block = Block(path.key(index), tail, index, path.block_ids(index, index + 1), extent)
                 extent.blocks.append(block)
                 self.blocks[block.key] = block
-                self.hold(block)
-                self.drop(tail)
+                # One hold for its maker, and its own of the block in front, which was its maker's until now.
+                block.refs = 1
+                extent.live += 1
                 tail = block
         state_key, logits_key = segment_keys(draft.record)
         if draft.logits_only:

@@ -29,7 +29,7 @@ from statecache.recover import Known, Progress, Users, recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
-from statecache.tiers.base import Tier
+from statecache.tiers.base import Take, Tier, ordinary
 from statecache.trim import Trim
 from statecache.types import Boundary, Layout, Payload, TierName
 
@@ -46,6 +46,7 @@ class StateCache:
     write_behind: nobody waits for a lower tier. Saves end in the first one; copy_one(), called by a background thread, brings
     what want() names to the next; a victim of the first tier that nobody copied in time is gone. What is too large for that one
     waits there in part (staging.py) and can be matched when copy_one() has brought it down.
+    take: memory for what is brought to the first tier.
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
 
@@ -60,11 +61,13 @@ class StateCache:
         clock: Callable[[], float] = time.monotonic,
         hash128: Hash128 = xxh3_128,
         write_behind: bool = False,
+        take: Take = ordinary,
     ) -> None:
         if not tiers:
             raise ValueError("a state cache needs at least one tier")
         self.namespace = namespace
         self.layout = layout
+        self.take = take
         self.policy = policy or Policy()
         self._index = index
         self._clock = clock
@@ -141,7 +144,7 @@ class StateCache:
         """Let checkpoints stay in an engine's pools; once, before the first admit(). Its thread calls all of this section."""
         with self._lock:
             self._kept.device = Device(pools)
-            self._placing.moves = Moves(self, self._kept, self._kept.device, lambda name: self._wanted_below([name]))
+            self._placing.moves = Moves(self._placing, self._kept, self._kept.device, lambda name: self._wanted_below([name]))
 
     def admit(
         self,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentserve.paths import sqlite_at
 from agentserve.session.database import upgrade
@@ -14,10 +15,14 @@ from agentserve.text.tokenizer import Tokenizer
 from agentserve.worker.messages import Loading
 from agentserve.worker.naming import namespace_of
 from agentserve.worker.pipe import WorkerPipe
-from agentserve.worker.ports import EnginePort
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.shares import visible_device
 from statecache.durable import DiskSettings, SavedStates, open_states
+from statecache.tiers.base import Take, ordinary
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.kvcache.arena import PinnedArena
 
 log = logging.getLogger("agentserve.worker")
 
@@ -96,8 +101,25 @@ def _device_bytes() -> int:
     return torch.cuda.mem_get_info()[1] * 9 // 10
 
 
-def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) -> SavedStates:
-    """The saved states of this engine, found again on disk; progress goes out as Loading frames."""
+BESIDE_SHARE = 8
+"""One part in so many of the memory tier may be pinned beside it: for what is read from disk and restored at once."""
+
+
+def load_memory(settings: WorkerSettings, engine: Engine) -> PinnedArena | None:
+    """Where the memory tier lies, if it should be pinned for a device. From now on a thread pins it."""
+    memory = engine.memory_for_copies(pinned_limit(settings.ram_cache_bytes))
+    if memory is not None:
+        memory.start()
+    return memory
+
+
+def pinned_limit(ram_cache_bytes: int) -> int:
+    """What may be pinned for a memory tier of that size."""
+    return ram_cache_bytes + ram_cache_bytes // BESIDE_SHARE
+
+
+def load_states(settings: WorkerSettings, engine: Engine, pipe: WorkerPipe, take: Take = ordinary) -> SavedStates:
+    """The saved states of this engine, found again on disk; progress goes out as Loading frames. take: memory for the tier."""
     namespace, layout = namespace_of(engine.info, engine.layout)
     disk = DiskSettings(
         Path(settings.state_dir) / "checkpoints",
@@ -116,6 +138,7 @@ def load_states(settings: WorkerSettings, engine: EnginePort, pipe: WorkerPipe) 
         model=settings.model_name,
         prepare=lambda database: upgrade(database, "statecache"),
         progress=_telling(pipe),
+        take=take,
     )
 
 

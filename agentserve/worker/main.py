@@ -22,7 +22,15 @@ from agentserve import logs
 from agentserve.garbage import keep_loaded
 from agentserve.worker.forecast import Forecast, learned_file, load_learned, save_learned
 from agentserve.worker.grammars import Grammars
-from agentserve.worker.loading import load_engine, load_states, load_tokenizer, take_gpu, token_table
+from agentserve.worker.loading import (
+    load_engine,
+    load_memory,
+    load_states,
+    load_tokenizer,
+    pinned_limit,
+    take_gpu,
+    token_table,
+)
 from agentserve.worker.messages import (
     PROTOCOL_VERSION,
     CancelTurn,
@@ -48,9 +56,10 @@ from agentserve.worker.requests import memory_answer
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
-from engine.errors import DeviceError
+from engine.errors import DeviceError, EngineError
 from statecache.prefetch import Prefetcher
 from statecache.reader import Reader
+from statecache.tiers.base import ordinary
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -94,6 +103,8 @@ class Worker:
         self._told = False
         self._report_now = False
         self._failed_passes = 0
+        self._chored = False
+        engine.set_beside(self._beside)
         # Other programs come and go while nothing runs here, too.
         self._idle_s = None if engine.memory is None else MEMORY_POLL_S
 
@@ -111,8 +122,9 @@ class Worker:
         keep_at = time.monotonic() + KEEP_S
         while not (self._draining and self._turns.running == 0):
             idle_s = ELSEWHERE_POLL_S if self._turns.elsewhere else self._idle_s
-            # Between steps, and in pauses until something arrives: a piece of what leaves the engine's pools.
-            chores = self._bridge.chore()
+            # In pauses until something arrives, and between steps in which there was no time for it: a piece of what leaves the
+            # engine's pools.
+            chores, self._chored = self._chored or self._bridge.chore(), False
             for frame in self._pipe.receive(0.0 if chores or self._engine.has_work else idle_s):
                 self._take(frame)
             if self._draining:
@@ -136,6 +148,11 @@ class Worker:
             self._pipe.flush()
         self._tell_draining()
         self._pipe.flush()
+
+    def _beside(self) -> None:
+        """The device computes, and the step would only wait for it."""
+        self._chored = True
+        self._bridge.chore()
 
     def _tell_draining(self) -> None:
         """Once, so that no turn is sent here any more."""
@@ -216,7 +233,8 @@ def serve(
     started = time.monotonic()
     try:
         engine = (load or load_engine)(settings, pipe)
-        states = load_states(settings, engine, pipe)
+        memory = load_memory(settings, engine)
+        states = load_states(settings, engine, pipe, ordinary if memory is None else memory.take)
     except (CheckpointError, Unsupported, InvalidRequest) as error:
         return _refuse(pipe, str(error), permanent=True)
     except (EngineError, MemoryError, OSError) as error:
@@ -265,7 +283,13 @@ def serve(
     def keep() -> None:
         save_learned(learned_at, turns.forecast.learned())
 
-    worker = Worker(pipe, engine, turns, bridge, keep, states.set_budgets)
+    def set_budgets(ram_bytes: int | None, disk_bytes: int | None) -> str:
+        refused = states.set_budgets(ram_bytes, disk_bytes)
+        if memory is not None and ram_bytes is not None and not refused:
+            memory.set_limit(pinned_limit(ram_bytes))
+        return refused
+
+    worker = Worker(pipe, engine, turns, bridge, keep, set_budgets)
 
     def on_terminate(_signal: int, _frame: object) -> None:
         worker.drain()
@@ -287,6 +311,7 @@ def serve(
             reader.close()
         bridge.drain(CRASH_FLUSH_S / 2, everything=False)
         states.close(CRASH_FLUSH_S / 2, everything=False)
+        _forget_memory(engine)
         raise
     keep()
     grammars.close()
@@ -294,7 +319,16 @@ def serve(
         reader.close()
     bridge.drain(DRAIN_FLUSH_S / 2, everything=True)
     states.close(DRAIN_FLUSH_S / 2)
+    _forget_memory(engine)
     return 0
+
+
+def _forget_memory(engine: Engine) -> None:
+    """Before the process ends, so that no thread is inside the driver then."""
+    try:
+        engine.forget_memory()
+    except EngineError as error:
+        log.warning("the device did not end what it was told reason=%r", str(error))
 
 
 def _wake(wake: socket.socket) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from agentserve.worker.ports import EnginePort
+from engine.kvcache.leaving import Leaving
 from engine.types import HoldId, Room
 
 ROOM_SHARE = 4
@@ -37,12 +38,11 @@ class EnginePools:
     def tokens(self, hold: int) -> np.ndarray:
         return self._engine.held(HoldId(hold)).tokens.astype(np.uint32)
 
-    def rows(self, hold: int, start: int, stop: int) -> np.ndarray:
-        return self._engine.copy_kv(HoldId(hold), start, stop)
+    def rows(self, hold: int, start: int, stop: int, each: int) -> Leaving:
+        return self._engine.copy_kv(HoldId(hold), start, stop, each)
 
-    def rest(self, hold: int) -> tuple[Mapping[str, np.ndarray], np.ndarray | None]:
-        snapshot = self._engine.copy_out(HoldId(hold), self._engine.held(HoldId(hold)).position)
-        return snapshot.state, snapshot.logits
+    def rest(self, hold: int, start: int) -> Leaving:
+        return self._engine.copy_rest(HoldId(hold), start)
 
     def own_bytes(self, hold: int) -> int:
         return self._engine.own_bytes(HoldId(hold))

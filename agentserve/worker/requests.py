@@ -111,5 +111,8 @@ def load_report(
             "expert_slots": stats.expert_slots,
             "memory_moves": stats.memory_moves,
             "memory_lent_bytes": stats.lent_bytes,
+            "pinned_bytes": stats.pinned_bytes,
+            "pinned_used_bytes": stats.pinned_used_bytes,
+            "not_pinned_bytes": stats.not_pinned_bytes,
         },
     )

@@ -32,9 +32,10 @@ from statecache.store import StateCache
 from statecache.types import Payload
 
 log = logging.getLogger(__name__)
-BUSY_PIECE_BYTES = 4 << 20
+BUSY_PIECE_BYTES = 3 << 20
 IDLE_PIECE_BYTES = 32 << 20
-"""Copied from the engine's pools between two steps, and at once while nothing runs."""
+"""Copied from the engine's pools in a step, and at once while nothing runs. The first makes a step of 2.9 ms
+0.05 to 0.1 ms longer (H200), which is the price of the calls: with 2 or 4 MiB it is the same."""
 NOTHING = Found(0, None, None, 0, "cold")
 
 
@@ -266,7 +267,8 @@ class StateBridge:
     # ── between steps ────────────────────────────────────────────────────────────────────────────────────────────
 
     def chore(self) -> bool:
-        """Copy a bounded piece of what should leave the engine's pools, or be elsewhere too. False: there is nothing to do."""
+        """Go on copying what should leave the engine's pools, or be elsewhere too, by a bounded piece. False: nothing is to be
+        done. May be called in a step, while the device computes."""
         limit = BUSY_PIECE_BYTES if self._engine.has_work else IDLE_PIECE_BYTES
         with self._cache_may_fail("move"):
             moved = self._cache.move(limit, short=is_short(self._engine.room))
@@ -285,6 +287,7 @@ class StateBridge:
             while self._cache.move(IDLE_PIECE_BYTES, short=False):
                 if time.monotonic() > until:
                     return False
+                self._engine.settle()
             return True
         return False
 

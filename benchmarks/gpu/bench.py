@@ -235,13 +235,16 @@ class Bench:
         placed = place(decoder, self.bank, config, device, lambda done, what: self._tell(what))
         model = placed.model
         try:
-            engine = Engine(model, placed.config, "", None, self.device.torch_device, placed.divided)
+            engine = Engine(model, placed.config, "", None, device, placed.divided)
             pools: Any = engine.store
             model.warm_up(pools.kv, pools.states)
             arms = Arms(model, self.device, self.rates, self.sizes.max_rows)
             arms.use("auto")  # prefill, too, goes by the measured rates from here on
+            gc.collect()
+            gc.freeze()  # as a worker does
             yield Running(engine, arms, self.slots(share))
         finally:
+            gc.unfreeze()
             model.close()
             del placed, model
             gc.collect()

@@ -12,7 +12,7 @@ class Plan:
     decode_tokens: of one arm in one round; decode_warm: before them, uncounted; learn: of the arm that learns, once.
     prefix: tokens of the restored context; suffixes: tokens after it. turns: of the alternation, each `turn_suffix` tokens in
     and `turn_output` out, the first `turn_first` of them looked at by themselves. contexts: tokens of saved states.
-    saved_piece: tokens copied out between two steps. long_prompt: that comes while another stream decodes. ideal_tokens: over
+    long_prompt: that comes while another stream decodes. ideal_tokens: over
     which caches are simulated. arms: ways to deal with misses that `decode` compares, () = all.
     """
 
@@ -30,7 +30,6 @@ class Plan:
     turn_output: int
     turn_first: int
     contexts: tuple[int, ...]
-    saved_piece: int
     long_prompt: int
     ideal_tokens: int
     arms: tuple[str, ...] = ()
@@ -51,7 +50,6 @@ FULL = Plan(
     turn_output=100,
     turn_first=16,
     contexts=(8192, 65536),
-    saved_piece=2048,
     long_prompt=8192,
     ideal_tokens=512,
 )
@@ -70,7 +68,6 @@ TINY = Plan(
     turn_output=6,
     turn_first=2,
     contexts=(24,),
-    saved_piece=8,
     long_prompt=20,
     ideal_tokens=16,
 )

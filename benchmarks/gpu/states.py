@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from agentserve.worker.state_bridge import BUSY_PIECE_BYTES
 from benchmarks.gpu.context import Context, percentiles, rounded, spread_of
+from benchmarks.gpu.saving import Saves
 from engine.engine import Engine
 from engine.types import HoldId, KvRun, StateSnapshot
 
 SUFFIX = 8
 """Tokens after a restored context; the same for every way, so that they cancel out."""
-
-
-def snapshot_bytes(snapshot: StateSnapshot) -> int:
-    return sum(run.rows.nbytes for run in snapshot.kv) + sum(part.nbytes for part in snapshot.state.values())
 
 
 def to_file(path: Path, snapshot: StateSnapshot) -> None:
@@ -36,18 +34,17 @@ def to_file(path: Path, snapshot: StateSnapshot) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def from_file(path: Path, like: StateSnapshot) -> StateSnapshot:
-    """The same snapshot, read back. like: says how the bytes are divided."""
-    data = np.fromfile(path, dtype=np.uint8)
-    at = 0
+def from_file(path: Path, like: StateSnapshot, take: Callable[[int], np.ndarray]) -> StateSnapshot:
+    """The same snapshot, read back into memory for copies. like: says how the bytes are divided."""
+    with path.open("rb", buffering=0) as file:
 
-    def take(nbytes: int) -> np.ndarray:
-        nonlocal at
-        at += nbytes
-        return data[at - nbytes : at]
+        def read(nbytes: int) -> np.ndarray:
+            out = take(nbytes)
+            file.readinto(out.data)
+            return out
 
-    runs = tuple(KvRun(run.start, take(run.rows.nbytes).reshape(run.rows.shape)) for run in like.kv)
-    state = {name: take(like.state[name].nbytes) for name in sorted(like.state)}
+        runs = tuple(KvRun(run.start, read(run.rows.nbytes).reshape(run.rows.shape)) for run in like.kv)
+        state = {name: read(like.state[name].nbytes) for name in sorted(like.state)}
     return StateSnapshot(like.position, runs, state, like.logits)
 
 
@@ -60,18 +57,25 @@ def restore(context: Context) -> None:
 def _restores(context: Context, tokens: int) -> dict[str, Any]:
     plan, player, words, engine = context.plan, context.player, context.words(4), context.running.engine
     prefix = words.take(tokens)
-    hold = player.run(prefix, 0, hold=True).hold
-    assert hold is not None
+    hold, saved = _held_twice(context, prefix)
+    nbytes = tokens * engine.layout.kv_token_bytes + engine.layout.state_bytes
+    saves = Saves(engine, 3 * nbytes)
+    saves.admit(prefix, saved)
     began = time.perf_counter()
-    snapshot = engine.copy_out(hold)
-    copy_out_s = time.perf_counter() - began
+    while saves.piece(busy=False):
+        pass
+    copied_s = time.perf_counter() - began
+    saves.memory.fill()  # what is read from the file has to lie somewhere, too
     path = context.directory / "context.bin"
+    ids = np.array([*prefix, 0], dtype=np.uint32)  # as a worker has them
+    snapshot = saves.read(ids)
     ways: dict[str, Callable[[], HoldId | StateSnapshot]] = {
         "pools": lambda: hold,
-        "memory": lambda: snapshot,
-        "file": lambda: from_file(path, snapshot),
+        "memory": lambda: saves.read(ids),
+        "file": lambda: from_file(path, snapshot, saves.memory.take),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    found: list[float] = []
     answers = set()
     for index in range(plan.repeats + 1):
         prompt = [*prefix, *words.take(SUFFIX, prefix[-1])]
@@ -81,17 +85,24 @@ def _restores(context: Context, tokens: int) -> dict[str, Any]:
                 to_file(path, snapshot)
             began = time.perf_counter()
             restored = source()
+            found_s = time.perf_counter() - began
             answer = player.run(prompt, 1, restored)
             answers.add(answer.tokens[0])
             if index:
                 seconds[way].append(time.perf_counter() - began)
+                found += [1000 * found_s] if way == "memory" else []
+            del restored
     path.unlink()
+    elsewhere = saves.memory.stats().elsewhere
+    saves.close()
     engine.release(hold)
-    nbytes = snapshot_bytes(snapshot)
     figures: dict[str, Any] = {
         "bytes": nbytes,
-        "copy_out_gb_s": rounded(nbytes / copy_out_s / 1e9),
+        "leaves_gb_s": rounded(nbytes / copied_s / 1e9),
+        "found_ms": spread_of(found),
         "same_token": len(answers) == 1,
+        "not_pinned_bytes": elsewhere,
+        "pinning_s_per_gb": rounded(saves.pinned_s_per_gb),
     }
     for way, values in seconds.items():
         figures[f"{way}_ttft_s"] = spread_of(values)
@@ -102,30 +113,59 @@ def _restores(context: Context, tokens: int) -> dict[str, Any]:
     return figures
 
 
+def _held_twice(context: Context, prefix: list[int]) -> tuple[HoldId, HoldId]:
+    """One state under two holds, computed once."""
+    first = context.player.run(prefix, 0, hold=True).hold
+    assert first is not None
+    return first, _held_again(context, prefix, first)
+
+
+def _held_again(context: Context, prefix: list[int], hold: HoldId) -> HoldId:
+    again = context.player.run(prefix, 0, hold, hold=True).hold
+    assert again is not None
+    return again
+
+
 def save(context: Context) -> None:
-    """A stream decodes while a long context is copied out, a piece between two steps."""
+    """A stream decodes while a long context is saved to memory, as a worker does it: a piece beside each step."""
     context.measure("save", lambda: _saves(context), context=context.plan.contexts[-1])
 
 
 def _saves(context: Context) -> dict[str, Any]:
     plan, player, words, engine = context.plan, context.player, context.words(5), context.running.engine
-    tokens, piece = plan.contexts[-1], plan.saved_piece
-    hold = player.run(words.take(tokens), 0, hold=True).hold
-    assert hold is not None
-    pieces = [(start, min(tokens, start + piece)) for start in range(0, tokens, piece)]
-    prompt = words.take(8)
-    stream = player.start(prompt, 2 + plan.decode_warm + (plan.repeats + 1) * 2 * len(pieces))
+    tokens = plan.contexts[-1]
+    prefix = words.take(tokens)
+    master = player.run(prefix, 0, hold=True).hold
+    assert master is not None
+    holds = [_held_again(context, prefix, master) for _ in range(plan.repeats + 1)]
+    nbytes = tokens * engine.layout.kv_token_bytes + engine.layout.state_bytes
+    saves = Saves(engine, 2 * nbytes)
+    more = False
+
+    def beside() -> None:
+        nonlocal more
+        more = more and saves.piece(busy=True)
+
+    engine.set_beside(beside)
+    steps = 8 + nbytes // BUSY_PIECE_BYTES * 3 // 2
+    stream = player.start(words.take(8), 2 + plan.decode_warm + (plan.repeats + 1) * 2 * steps)
     player.until(stream, 1 + plan.decode_warm)
     gaps: dict[bool, list[float]] = {False: [], True: []}
-    ratio, nbytes = [], 0
-    for index in range(plan.repeats + 1):
+    ratio: list[float] = []
+    pieces = 8
+    for index, hold in enumerate(holds):
         mean = {}
         for saving in (False, True) if index % 2 == 0 else (True, False):
             first = len(stream.tokens)
-            for start, stop in pieces:
-                if saving:
-                    nbytes += engine.copy_kv(hold, start, stop).nbytes
-                player.until(stream, len(stream.tokens) + 1)
+            if saving:
+                saved, more = saves.admit(prefix, hold), True
+                while more and len(stream.tokens) - first < steps:
+                    player.until(stream, len(stream.tokens) + 1)
+                assert not more, f"not saved after {steps} steps"
+                pieces = len(stream.tokens) - first
+                assert saves.cache.evict(saved)
+            else:
+                player.until(stream, first + pieces)
             mine = stream.gaps_ms(first)
             mean[saving] = sum(mine) / len(mine)
             if index:
@@ -133,12 +173,17 @@ def _saves(context: Context) -> dict[str, Any]:
         if index:
             ratio.append(mean[False] / mean[True])
     player.stop()
-    engine.release(hold)
+    calls, elsewhere = saves.calls_ms, saves.memory.stats().elsewhere
+    saves.close()
+    engine.release(master)
     return {
         "rate_while_saving_of_rate": spread_of(ratio),
         "gap_ms": rounded(percentiles(gaps[False])),
         "gap_ms_while_saving": rounded(percentiles(gaps[True])),
-        "bytes_of_a_save": nbytes // (plan.repeats + 1),
+        "call_ms": rounded(percentiles(calls)),
+        "steps_of_a_save": pieces,
+        "bytes_of_a_save": nbytes,
+        "not_pinned_bytes": elsewhere,
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.traces.tiers import KV_BYTES
 from engine.errors import InvalidRequest, UnknownHold
+from engine.kvcache.leaving import Copied, Leaving
 from engine.types import (
     CutReached,
     EngineEvent,
@@ -19,7 +20,6 @@ from engine.types import (
     Finished,
     HeldState,
     HoldId,
-    KvRun,
     ModelInfo,
     PrefillProgress,
     Request,
@@ -127,12 +127,18 @@ class RecordedEngine:
         self._holds[hold] = self._ids[:position]
         return CutReached(request_id, position, hold)
 
-    def copy_out(self, hold: HoldId, kv_start: int = 0) -> StateSnapshot:
+    def copy_rest(self, hold: HoldId, start: int) -> Leaving:
         ids = self._holds.get(hold)
         if ids is None:
             raise UnknownHold(hold)
-        runs = (KvRun(kv_start, _rows(ids, kv_start)),) if kv_start < len(ids) else ()
-        return StateSnapshot(len(ids), runs, {STATE: _state(ids)}, np.zeros(1, np.float32))
+        kv = (_rows(ids, start),) if start < len(ids) else ()
+        return Leaving(Copied(kv, {STATE: _state(ids)}, np.zeros(1, np.float32)))
+
+    def settle(self) -> None:
+        pass
+
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        pass
 
     @property
     def room(self) -> Room:
@@ -148,8 +154,10 @@ class RecordedEngine:
     def held(self, hold: HoldId) -> HeldState:
         return HeldState(len(self._holds[hold]), self._holds[hold].astype(np.int64), True)
 
-    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
-        return _rows(self._holds[hold][:stop], start)
+    def copy_kv(self, hold: HoldId, start: int, stop: int, each: int = 0) -> Leaving:
+        ids = self._holds[hold]
+        edges = range(start, stop, each or max(1, stop - start))
+        return Leaving(Copied(tuple(_rows(ids[: min(stop, first + (each or stop))], first) for first in edges)))
 
     def release(self, hold: HoldId) -> None:
         if self._holds.pop(hold, None) is None:

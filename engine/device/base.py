@@ -6,7 +6,7 @@ Two implementations: cuda.py, and host.py, which runs the same orchestration on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,14 +32,14 @@ class Graph(Protocol):
 
 
 class Moment(Protocol):
-    """A point in what MAIN was told."""
+    """A point in what MAIN was told, or the end of a call beside it."""
 
     def wait(self) -> None:
-        """Return once MAIN has come so far; SIDE may go on."""
+        """Return once it is reached; what was told elsewhere may go on. Raises DeviceError."""
         ...
 
     def reached(self) -> bool:
-        """Whether it has, without waiting."""
+        """Whether it is, without waiting. Raises DeviceError."""
         ...
 
 
@@ -122,6 +122,11 @@ class Device(Protocol):
 
     def moment(self) -> Moment:
         """Everything that MAIN was told up to now."""
+        ...
+
+    def aside(self, call: Callable[[], None]) -> Moment:
+        """Enqueue what `call` tells torch so that it begins after all that MAIN was told up to now, one such call after
+        another, and MAIN never waits for it. Returns its end. Whoever frees or writes what it reads has to wait for that."""
         ...
 
     def capture(self, tape: Tape) -> Graph:

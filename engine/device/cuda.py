@@ -1,10 +1,12 @@
-"""One CUDA device: two streams, tapes as launches or as a captured graph, host memory pinned through the runtime.
+"""One CUDA device: two streams and one for what goes on beside them, tapes as launches or as a captured graph, host memory
+pinned through the runtime.
 
 torch holds the context; nothing here talks to the driver by itself but for pinning (see vmm.py for virtual memory).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +38,7 @@ class CudaDevice:
         self.name = torch.cuda.get_device_name(index)
         self._main = torch.cuda.Stream(self.torch_device)
         self._side = torch.cuda.Stream(self.torch_device)
+        self._aside = torch.cuda.Stream(self.torch_device)
         # Everything that torch does by itself (copies, sampling) follows on the same stream.
         torch.cuda.set_stream(self._main)
 
@@ -99,6 +102,18 @@ class CudaDevice:
         event.record(self._main)
         return CudaMoment(event)
 
+    def aside(self, call: Callable[[], None]) -> CudaMoment:
+        self._aside.wait_stream(self._main)
+        torch.cuda.set_stream(self._aside)
+        try:
+            call()
+        finally:
+            # Of half a call, too: what it has enqueued still reads.
+            event = torch.cuda.Event()
+            event.record(self._aside)
+            torch.cuda.set_stream(self._main)
+        return CudaMoment(event)
+
     def capture(self, tape: Tape) -> CudaGraphs:
         self._enqueue(tape, self._main)
         self.synchronize()
@@ -143,4 +158,7 @@ class CudaMoment:
             raise DeviceError(str(error)) from error
 
     def reached(self) -> bool:
-        return self._event.query()
+        try:
+            return self._event.query()
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error

@@ -1,6 +1,7 @@
 """A device made of host memory: runs tapes on CPU tensors, each time in another of the orders that they allow.
 
-MAIN runs at once, as everything does that torch is told outside of tapes; SIDE runs early or late, between MAIN's calls.
+MAIN runs at once, as everything does that torch is told outside of tapes; SIDE runs early or late, between MAIN's calls, and so
+does what is told aside, which without a seed runs at once.
 
 For tests: there is nothing to gain in speed. Without a seed a tape runs in the order of recording.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +35,7 @@ class HostDevice:
         self._side: deque[tuple[Entry, int]] = deque()
         self._done: set[int] = set()
         self._marks = 0
+        self._aside: deque[tuple[Callable[[], None], HostMoment]] = deque()
         self._virtual: HostVirtualMemory | None = None
         self.replays = 0
         self.others_bytes = 0
@@ -109,6 +112,25 @@ class HostDevice:
     def moment(self) -> HostMoment:
         return HostMoment()
 
+    def aside(self, call: Callable[[], None]) -> HostMoment:
+        moment = HostMoment(self._advance_aside)
+        self._aside.append((call, moment))
+        if self._random is None:
+            moment.wait()
+        return moment
+
+    def _advance_aside(self, to: HostMoment | None) -> None:
+        """Go on to the end of one call, or, None, as far as it happens to be."""
+        assert to is None or any(moment is to for _, moment in self._aside)
+        count = 0 if self._random is None else self._random.choice((0, 0, 1, len(self._aside)))
+        while self._aside and (to is not None or count > 0):
+            call, moment = self._aside.popleft()
+            call()
+            moment.done = True
+            count -= 1
+            if moment is to:
+                break
+
     def capture(self, tape: Tape) -> HostGraph:
         self.run(tape)
         return HostGraph(self, tape)
@@ -117,6 +139,8 @@ class HostDevice:
         while self._advance_side(len(self._side)):
             pass
         assert not self._side, "the side lane waits for a mark that is never set"
+        if self._aside:
+            self._aside[-1][1].wait()
         self._done.clear()
 
 
@@ -130,10 +154,17 @@ class HostGraph:
 
 
 class HostMoment:
-    """MAIN is never behind."""
+    """MAIN is never behind; what is told aside may be."""
+
+    def __init__(self, advance: Callable[[HostMoment | None], None] | None = None) -> None:
+        self._advance = advance
+        self.done = advance is None
 
     def wait(self) -> None:
-        pass
+        if not self.done and self._advance is not None:
+            self._advance(self)
 
     def reached(self) -> bool:
-        return True
+        if not self.done and self._advance is not None:
+            self._advance(None)
+        return self.done

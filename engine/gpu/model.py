@@ -6,7 +6,7 @@ Knows nothing of requests; engine.py hands over flat batches, as to every backen
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -65,6 +65,7 @@ class GpuModel:
         self._graphs: dict[tuple[int, Reads], tuple[Graph, torch.Tensor]] = {}
         self._pools: tuple[KvPools, RecurrentPools] | None = None
         self._sizes = graph_sizes(max_rows)
+        self._beside: Callable[[], None] | None = None
         decoder.rope.reach(max_context)
         decoder.rope.move(place)
 
@@ -131,6 +132,10 @@ class GpuModel:
             for reads in (Reads.NOTHING,) if self.experts is None else self.experts.reads:
                 self._graph(size, reads)
 
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        """See models/base.Staged."""
+        self._beside = callback
+
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         """See models/base.Staged."""
         most = min(tokens, self._pass_buffers.rows, self._max_context)
@@ -176,11 +181,19 @@ class GpuModel:
                     for pool in (*states.delta, *states.conv):
                         pool[cut.dest_row].copy_(pool[seq.state_row])
             parts.append(logits[: len(part)] if len(part) == len(seqs) else logits[: len(part)].clone())
+            computed = self.device.moment()
+            known = True
+            if self._beside is not None:
+                self._beside()
+                known = not computed.reached()  # else the step was over before, and nobody knows when
             # The tables' host copy may be written again only now, and a failed executor must be seen before a token is drawn.
-            self.device.synchronize()
+            if self._in_pass:
+                self.device.synchronize()
+            else:
+                computed.wait()  # and not for copies to the host, which go on
             self._check()
             best += self._tables.best[: len(part)].tolist()
-            if self.experts is not None and not self._in_pass:
+            if self.experts is not None and not self._in_pass and known:
                 self.experts.stepped(len(part), time.perf_counter_ns() - began)
         return Logits(parts[0] if len(parts) == 1 else torch.cat(parts), best)
 

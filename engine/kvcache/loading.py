@@ -31,14 +31,16 @@ class Loading:
     def advance(self, limit: int) -> int:
         """Copy about `limit` bytes (> 0), at least one token or component; bytes copied."""
         copied = 0
-        while self._runs and copied < limit:
-            run = self._runs.pop()
-            tokens = max(1, (limit - copied) // max(1, run.rows.shape[1]))
-            if tokens < len(run.rows):
-                self._runs.append(KvRun(run.start + tokens, run.rows[tokens:]))
-            rows = run.rows[:tokens]
-            self._store.kv.write(self._pages, run.start, rows)
-            copied += rows.nbytes
+        if self._runs:
+            start, part = self._runs[-1].start, list[np.ndarray]()
+            while self._runs and copied < limit:
+                run = self._runs.pop()
+                tokens = max(1, (limit - copied) // max(1, run.rows.shape[1]))
+                if tokens < len(run.rows):
+                    self._runs.append(KvRun(run.start + tokens, run.rows[tokens:]))
+                part.append(run.rows[:tokens])
+                copied += part[-1].nbytes
+            self._store.kv.write_all(self._pages, start, part)
         while self._components and copied < limit and not self._runs:
             name = self._components.pop()
             self._store.states.write(self._row, name, self.snapshot.state[name])

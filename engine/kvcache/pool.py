@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -73,3 +75,9 @@ class KvPools:
             for pool, first, end in self._columns:
                 pool[pages[page], offset : offset + count] = words[at : at + count, first:end]
             at += count
+
+    def write_all(self, pages: np.ndarray, start: int, runs: Sequence[np.ndarray]) -> None:
+        """write() of rows that follow one another."""
+        for rows in runs:
+            self.write(pages, start, rows)
+            start += len(rows)

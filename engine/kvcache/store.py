@@ -12,15 +12,19 @@ copied, or handed over when its owner ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from engine.device.base import Device
 from engine.elastic.plan import page_moves
 from engine.errors import OutOfPages, OutOfRows, UnknownHold
 from engine.kvcache.allocator import RefAllocator
-from engine.kvcache.device import DeviceKvPools, device_pools
+from engine.kvcache.arriving import Arrivals
+from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools, copy_to_host, device_pools
+from engine.kvcache.leaving import Copied, Departures, Leaving
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.kvcache.table import PageTable
@@ -54,19 +58,26 @@ class StateStore:
         page_size: int,
         rows: int,
         poison: bool = False,
-        device: torch.device | None = None,
+        device: Device | None = None,
         room: int | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
         """device: where the pools lie; None = host memory, laid out for the CPU kernels. room: pages that there may be later,
         with memory, uint8, for their keys and values; the bytes of pages that there are not yet are not touched."""
         self.page_size = page_size
+        self._device = device
+        self._arrivals: Arrivals | None = None
+        self._departures = Departures()
+        self.take: Callable[[int], np.ndarray] = _ordinary
+        """Where copies on the host lie: uint8 [nbytes], of memory that the device writes by itself if there is such."""
         self.recurrent = bool(spec.delta_layers)
         rows = rows if self.recurrent else 0
         if device is None:
             self.kv, self.states = KvPools(spec, pages, page_size), RecurrentPools(spec, rows)
         else:
-            self.kv, self.states = device_pools(spec, pages if room is None else room, page_size, rows, device, memory)
+            self._arrivals = arrivals = Arrivals(device)
+            most = pages if room is None else room
+            self.kv, self.states = device_pools(spec, most, page_size, rows, device, arrivals, memory)
         self.pages = RefAllocator(pages, OutOfPages, room)
         self.rows = RefAllocator(rows, OutOfRows)
         self.holds: dict[HoldId, Held] = {}
@@ -120,6 +131,7 @@ class StateStore:
 
         Raises OutOfPages, changing nothing, if there are too few free ones.
         """
+        self.settle()
         sources, dests = page_moves(self.pages.refs, keep)
         renamed = None
         if len(sources):
@@ -191,11 +203,7 @@ class StateStore:
 
     def pin(self, hold: HoldId) -> Held:
         """A second reference to a hold's state, which outlives the hold. The row is shared until the pin is opened."""
-        held = self.get(hold)
-        self.pages.retain(held.pages)
-        if held.row != NO_ROW:
-            self.rows.retain(np.array([held.row], dtype=np.int32))
-        return Held(held.position, held.pages, held.row, held.tokens, held.logits)
+        return self._retained(self.get(hold))
 
     def drop(self, held: Held) -> None:
         """Give up the references of a pin or of a hold that is no longer listed."""
@@ -233,16 +241,115 @@ class StateStore:
 
     # ── to the host ────────────────────────────────────────────────────────────────────────────────────
 
+    def copy(self, held: Held, start: int, stop: int, each: int = 0, *, rest: bool = False) -> Leaving:
+        """Begin to copy KV rows [start, stop) to the host, in arrays of `each` tokens (0: one), and with rest the recurrent
+        components and logits. Until it is over pages and row stay referenced, whatever becomes of the hold."""
+        if self._device is None:
+            return Leaving(self._copied(held, start, stop, each, rest))
+        kv, state, logits = self._places(held, _edges(start, stop, each), rest)
+        sources = self._part(held, start, stop, rest)
+
+        @torch.inference_mode()
+        def enqueue() -> None:
+            assert isinstance(self.kv, DeviceKvPools)
+            assert isinstance(self.states, DeviceRecurrentPools)
+            if kv:
+                skipped = start // self.page_size * self.page_size  # what is in front of the first page of the sources
+                self.kv.copy_out(sources.pages, start - skipped, stop - skipped, kv)
+            if state:
+                self.states.copy_out(sources.row, state)
+            if logits is not None and sources.logits is not None:
+                copy_to_host((logits,), sources.logits.view(torch.uint8))
+
+        try:
+            moment = self._device.aside(enqueue)
+        except BaseException:
+            self._device.synchronize()  # what was enqueued before it went wrong
+            self.drop(sources)
+            raise
+        for array in (*kv, *state.values(), *(() if logits is None else (logits,))):
+            _close(array)
+        copied = Copied(tuple(kv), state, None if logits is None else logits.view(np.float32))
+        return self._departures.add(Leaving(copied, moment, sources, self.drop))
+
+    def _copied(self, held: Held, start: int, stop: int, each: int, rest: bool) -> Copied:
+        """The same at once, in host memory."""
+        rows = self.kv.read(held.pages, start, stop)
+        edges = _edges(start, stop, each)
+        kv = [rows] if len(edges) == 1 else [rows[first - start : end - start].copy() for first, end in edges]
+        state = self.states.read(held.row) if rest and held.row != NO_ROW else {}
+        logits = held.logits.numpy().copy() if rest and held.logits is not None else None
+        for array in (*kv, *state.values()):
+            _close(array)
+        return Copied(tuple(kv) if edges else (), state, logits)
+
+    def _places(
+        self, held: Held, edges: list[tuple[int, int]], rest: bool
+    ) -> tuple[list[np.ndarray], dict[str, np.ndarray], np.ndarray | None]:
+        width, take = self.kv.token_bytes, self.take
+        kv = [take((end - first) * width).reshape(end - first, width) for first, end in edges]
+        components = self.layout.state if rest and held.row != NO_ROW else ()
+        logits = take(held.logits.nbytes) if rest and held.logits is not None else None
+        return kv, {part.name: take(part.nbytes) for part in components}, logits
+
+    def _part(self, held: Held, start: int, stop: int, rest: bool) -> Held:
+        """A second reference to what a copy reads: the pages of [start, stop), and with rest the row and logits."""
+        first = start // self.page_size
+        pages = held.pages[first : max(first, -(-stop // self.page_size))]
+        return self._retained(Held(held.position, pages, held.row if rest else NO_ROW, held.tokens, held.logits))
+
+    def _retained(self, held: Held) -> Held:
+        """A second reference to all that is held."""
+        self.pages.retain(held.pages)
+        if held.row != NO_ROW:
+            self.rows.retain(np.array([held.row], dtype=np.int32))
+        return Held(held.position, held.pages, held.row, held.tokens, held.logits)
+
     def export(self, held: Held, kv_start: int = 0) -> StateSnapshot:
-        """A copy on the host: KV rows from kv_start, the recurrent components, logits if held."""
-        kv = (KvRun(kv_start, self.kv.read(held.pages, kv_start, held.position)),) if kv_start < held.position else ()
-        state = self.states.read(held.row) if held.row != NO_ROW else {}
-        logits = None if held.logits is None else held.logits.cpu().numpy().copy()
-        return StateSnapshot(held.position, kv, state, logits)
+        """A copy on the host, now: KV rows from kv_start, the recurrent components, logits if held."""
+        copied = self.copy(held, kv_start, held.position, rest=True).result()
+        runs = tuple(KvRun(kv_start, rows) for rows in copied.kv)
+        return StateSnapshot(held.position, runs, copied.state, copied.logits)
+
+    def look(self) -> None:
+        """Let go of what copies that are over referred to. Waits for none."""
+        self._departures.look()
+        if self._arrivals is not None:
+            self._arrivals.look()
+
+    def forget_memory(self) -> None:
+        """Copies go to any memory from now on, and the device reads and writes no other any more."""
+        self.take = _ordinary
+        if self._device is not None:
+            self._device.synchronize()
+        self.look()
+
+    def settle(self) -> bool:
+        """Wait for all copies to the host: only holds and requests refer to a page or row then. False: there were none."""
+        return self._departures.settle()
 
     def check(self, tables: list[PageTable], rows: list[int], pins: list[Held]) -> None:
         """Assert that free + held + running = total and that every reference count is explained. For tests."""
-        held = [*self.holds.values(), *pins]
+        held = [*self.holds.values(), *pins, *self._departures.sources()]
         self.pages.check([*(t.pages for t in tables), *(h.pages for h in held)])
         used = [r for r in (*rows, *(h.row for h in held)) if r != NO_ROW]
         self.rows.check([np.array([r], dtype=np.int32) for r in used])
+
+
+def _edges(start: int, stop: int, each: int) -> list[tuple[int, int]]:
+    """[start, stop) in parts of `each`, the last one what is left; 0: one part."""
+    if start == stop:
+        return []
+    return [(first, min(first + each, stop)) for first in range(start, stop, each)] if each else [(start, stop)]
+
+
+def _close(array: np.ndarray) -> None:
+    """Nobody writes to it any more, so that others may keep it as it is."""
+    array.flags.writeable = False
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+        array.flags.writeable = False
+
+
+def _ordinary(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, dtype=np.uint8)

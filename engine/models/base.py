@@ -5,7 +5,7 @@ Holds no weights and no architecture; each architecture is one file beside this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -128,6 +128,10 @@ class Staged(Protocol):
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         """Compute prompts of up to so many tokens, for what only a prompt's first time costs. Writes the first pages and state
         rows: before any request."""
+        ...
+
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        """Call it in each forward() of single tokens, while the device computes."""
         ...
 
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:

@@ -305,6 +305,8 @@ class Scheduler:
         return pages <= self.store.pages.free and rows <= self.store.rows.free
 
     def _reclaim(self, pages: int, rows: int) -> bool:
+        if self.store.settle():
+            return True  # what copies still referred to may be enough
         if self.reclaim is None or not self.store.holds:
             return False
         missing = max(pages - self.store.pages.free, rows - self.store.rows.free, 1)

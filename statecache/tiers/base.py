@@ -13,13 +13,21 @@ gone when the process ends before it is sealed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from statecache.types import TierName
+
+Take = Callable[[int], np.ndarray]
+"""Memory for bytes: uint8 [n] to write to, which ends with the last array over it. Beside a GPU it is memory that this copies
+from by itself."""
+
+
+def ordinary(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy as np
 
 from statecache.errors import SegmentBad, TierFailed, TierFull
 from statecache.segment import Contents, RunningSum, decode_header, encode_header, header_length, part_sum
-from statecache.tiers.base import SegmentHeader
+from statecache.tiers.base import SegmentHeader, Take, ordinary
 from statecache.types import TierName
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class DiskTier:
     """root: directory of this namespace, made if absent; nobody else may write there.
 
     reserve_bytes: free space left to others; when the disk gets that full the budget shrinks, so that the store evicts.
-    fsync: False only where losing the newest segments in a power cut is acceptable.
+    take: memory for what is read. fsync: False only where losing the newest segments in a power cut is acceptable.
     """
 
     extent_blocks = 16
@@ -57,12 +57,14 @@ class DiskTier:
         reserve_bytes: int = 1 << 30,
         name: TierName = "disk",
         fsync: bool = True,
+        take: Take = ordinary,
     ) -> None:
         self.name: TierName = name
         self._root = root
         self._budget = budget_bytes
         self._reserve = reserve_bytes
         self._fsync = fsync
+        self._take = take
         self._sizes: dict[bytes, int] = {}
         self._used = 0
         self._counts = threading.Lock()
@@ -159,7 +161,7 @@ class DiskTier:
     def read(self, key: bytes, part: str) -> np.ndarray:
         with self._open(key) as file:
             offset, size, checksum = self._part(key, file.fileno(), part)
-            array = np.empty(size, dtype=np.uint8)
+            array = self._take(size)
             self._fill(key, file.fileno(), part, array, offset, checksum)
         array.flags.writeable = False
         return array

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from statecache.errors import SegmentBad, TierFull
-from statecache.tiers.base import SegmentHeader
+from statecache.tiers.base import SegmentHeader, Take, ordinary
 from statecache.types import TierName
 
 OVERHEAD_BYTES = 512
@@ -18,17 +18,19 @@ OVERHEAD_BYTES = 512
 class RamTier:
     """Segments in process memory. A part that is read-only and has its memory to itself is kept as it is, others are copied.
 
-    checksums: compute xxh3_64 per part when it is stored and compare it at every read. Off by default: a read costs no pass
-    over the bytes then, and ordinary memory is as trustworthy as the pages the state is used from.
+    take: memory for what is copied. checksums: compute xxh3_64 per part when it is stored and compare it at every read. Off by
+    default: a read costs no pass over the bytes then, and ordinary memory is as trustworthy as the pages the state is used
+    from.
     """
 
     extent_blocks = 1
 
-    def __init__(self, budget_bytes: int, *, name: TierName = "ram", checksums: bool = False) -> None:
+    def __init__(self, budget_bytes: int, *, name: TierName = "ram", checksums: bool = False, take: Take = ordinary) -> None:
         self.name: TierName = name
         self._budget = budget_bytes
         self._used = 0
         self._checksums = checksums
+        self._take = take
         self._segments: dict[bytes, tuple[SegmentHeader, dict[str, np.ndarray], dict[str, int], int]] = {}
 
     @property
@@ -65,7 +67,8 @@ class RamTier:
             if _is_ours(array):
                 copies[name] = array.reshape(-1)
                 continue
-            copy = np.array(array, dtype=np.uint8, order="C", copy=True).reshape(-1)
+            copy = self._take(array.nbytes)
+            copy.reshape(array.shape)[...] = array
             copy.flags.writeable = False
             copies[name] = copy
         sums = {name: xxhash.xxh3_64_intdigest(a.data) for name, a in copies.items()} if self._checksums else {}

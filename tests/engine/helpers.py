@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.device.base import Device
 from engine.engine import Engine
 from engine.types import CutReached, EngineEvent, Finished, PrefillProgress, Request, SamplingParams, TokenEvent
 from tests.fakes.hash_model import VOCAB, HashModel
@@ -18,8 +19,10 @@ from tests.fakes.hash_model import VOCAB, HashModel
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
-def make_engine(model: Any = None, *, clock_ns: Callable[[], int] = time.monotonic_ns, **settings: Any) -> Engine:
-    """Page 16, chunk 64, poisoned: stale reads turn into NaN and end a request with "error"."""
+def make_engine(
+    model: Any = None, *, clock_ns: Callable[[], int] = time.monotonic_ns, device: Device | None = None, **settings: Any
+) -> Engine:
+    """Page 16, chunk 64, poisoned: stale reads turn into NaN and end a request with "error". device: where state lies."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "chunk_tokens": 64,
@@ -30,7 +33,7 @@ def make_engine(model: Any = None, *, clock_ns: Callable[[], int] = time.monoton
         "decode_gap_ms": 0,
         "poison_freed": True,
     }
-    return Engine(model or HashModel(), EngineConfig(**(defaults | settings)), clock_ns=clock_ns)
+    return Engine(model or HashModel(), EngineConfig(**(defaults | settings)), device=device, clock_ns=clock_ns)
 
 
 def prompt(seed: int, length: int) -> list[int]:

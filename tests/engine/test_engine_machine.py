@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.device.host import HostDevice
+from engine.kvcache.leaving import Leaving
 from engine.scheduler.pace import chunk_sizes
 from engine.types import CutReached, Finished, HoldId, PrefillProgress, TokenEvent
 from tests.budget import examples
@@ -38,8 +41,10 @@ class EngineMachine(RuleBasedStateMachine):
         spare=st.integers(1, 4),
         piece=st.sampled_from([1, 300, 1 << 20]),
         stages=st.sampled_from([0, 1, 3]),
+        seed=st.none() | st.integers(0, 100),
+        pinned=st.sampled_from([0, 4, 1 << 10]),
     )
-    def start(self, recurrent, reclaiming, rows, spare, piece, stages):
+    def start(self, recurrent, reclaiming, rows, spare, piece, stages, seed, pinned):
         self.spec = make_spec(recurrent)
         self.now_ns = 0
         self.engine = make_engine(
@@ -52,7 +57,14 @@ class EngineMachine(RuleBasedStateMachine):
             restore_bytes=piece,
             decode_gap_ms=3,
             clock_ns=self.clock,
+            device=None if seed is None else HostDevice(seed),
         )
+        self.leaving: list[tuple[Leaving, list[int], int]] = []
+        self.arena = self.engine.memory_for_copies(pinned * mmap.PAGESIZE) if pinned else None
+        if self.arena is not None:
+            self.arena._step = 4 * mmap.PAGESIZE
+            self.arena.set_limit(pinned * mmap.PAGESIZE)
+        self.engine.set_beside(self.beside)
         self.engine.scheduler._sizes = chunk_sizes(8, 2)  # so that the gap has something to choose from
         if reclaiming:
             self.engine.set_reclaim(self.reclaim)
@@ -147,6 +159,48 @@ class EngineMachine(RuleBasedStateMachine):
         hold = data.draw(st.sampled_from(sorted(self.holds)))
         self.verify(hold, data.draw(st.integers(0, len(self.holds[hold]))))
 
+    @rule(data=st.data(), each=st.integers(0, 5), whole=st.booleans())
+    def begin_copy(self, data, each, whole):
+        """Of what is held now, and may be gone, or written behind, when it arrives."""
+        if not self.holds:
+            return
+        hold = data.draw(st.sampled_from(sorted(self.holds)))
+        self.begin(hold, data.draw(st.integers(0, len(self.holds[hold]))), each, whole)
+
+    def begin(self, hold, start, each, whole):
+        tokens = self.holds[hold]
+        if self.arena is not None:
+            self.arena.fill()
+        if whole:
+            copy = self.engine.copy_rest(hold, start)
+        else:
+            copy = self.engine.copy_kv(hold, start, len(tokens), each)
+        self.leaving.append((copy, list(tokens), start))
+
+    def beside(self):
+        """A device computes: some copy is begun, another has come, and a hold goes."""
+        known = [hold for hold in self.holds if hold in self.engine.store.holds]
+        if known and len(self.leaving) < 3:
+            self.begin(known[-1], 0, 2, True)
+        self.look()
+        if len(known) > 3:
+            self.engine.release(known[0])
+            del self.holds[known[0]]
+
+    @rule(wait=st.booleans())
+    def look(self, wait=False):
+        for item in list(self.leaving):
+            copy, tokens, start = item
+            if not (wait or copy.done):
+                continue
+            self.leaving.remove(item)
+            copied, plain = copy.result(), Plain(tokens, self.spec)
+            rows = b"".join(part.tobytes() for part in copied.kv)
+            assert rows == plain.kv_bytes()[start:].tobytes()
+            assert all(not part.flags.writeable for part in copied.kv)
+            if copied.state:
+                assert all(np.array_equal(a, b) for a, b in zip(copied.state.values(), plain.state_bytes(), strict=True))
+
     def verify(self, hold, start=0):
         """The held bytes are those of the plain computation over the held tokens."""
         tokens = self.holds[hold]
@@ -211,11 +265,18 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(self.engine.step())
             self.engine.check()
         assert not self.engine.has_work, "everything ends once holds are given back"
+        self.look(wait=True)
+        self.engine.settle()
         for hold in list(self.holds):
             self.verify(hold)
             self.engine.release(hold)
         stats = self.engine.stats()
         assert (stats.free_pages, stats.free_rows) == (stats.total_pages, stats.total_rows)
+        self.engine.check()
+        if self.arena is not None:
+            self.engine.forget_memory()
+            assert self.arena.stats().used == 0
+            assert self.arena.stats().pinned == 0
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.errors import ContextTooLong, EngineError, SnapshotMismatch, UnknownHold, Unsupported
+from engine.kvcache.leaving import Copied, Leaving
 from engine.types import (
     CutReached,
     EngineEvent,
@@ -21,7 +22,6 @@ from engine.types import (
     Finished,
     HeldState,
     HoldId,
-    KvRun,
     MemoryReport,
     ModelInfo,
     PrefillProgress,
@@ -218,19 +218,24 @@ class FakeEngine:
     def own_bytes(self, hold: HoldId) -> int:
         return len(self._get(hold)) * KV_BYTES + LAYOUT.state_bytes
 
-    def copy_kv(self, hold: HoldId, start: int, stop: int) -> np.ndarray:
+    def copy_kv(self, hold: HoldId, start: int, stop: int, each: int = 0) -> Leaving:
         self._call("copy_kv")
         tokens = self._get(hold)
-        rows = [kv_row(i, tokens[i]) for i in range(start, stop)]
-        return np.stack(rows) if rows else np.empty((0, KV_BYTES), np.uint8)
+        edges = range(start, stop, each or max(1, stop - start))
+        return Leaving(Copied(tuple(_rows(tokens, first, min(stop, first + (each or stop))) for first in edges)))
 
-    def copy_out(self, hold: HoldId, kv_start: int = 0) -> StateSnapshot:
-        self._call("copy_out")
+    def copy_rest(self, hold: HoldId, start: int) -> Leaving:
+        self._call("copy_rest")
         tokens = self._get(hold)
-        rows = [kv_row(i, tokens[i]) for i in range(kv_start, len(tokens))]
-        kv = (KvRun(kv_start, np.stack(rows)),) if rows else ()
+        kv = (_rows(tokens, start, len(tokens)),) if start < len(tokens) else ()
         logits = np.full(VOCAB, float(next_token(tokens)), np.float32)
-        return StateSnapshot(len(tokens), kv, {"layer.0.delta": state_of(tokens).copy()}, logits)
+        return Leaving(Copied(kv, {"layer.0.delta": state_of(tokens).copy()}, logits))
+
+    def settle(self) -> None:
+        pass
+
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        pass
 
     def set_reclaim(self, callback: Callable[[int], int]) -> None:
         self.reclaim = callback
@@ -265,3 +270,7 @@ class FakeEngine:
             prefill_seconds=0.0,
             decode_seconds=0.0,
         )
+
+
+def _rows(tokens: Sequence[int], start: int, stop: int) -> np.ndarray:
+    return np.stack([kv_row(i, tokens[i]) for i in range(start, stop)])

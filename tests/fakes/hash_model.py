@@ -6,6 +6,7 @@ the logits NaN. `expected_tokens` computes the same from the token list alone, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -213,6 +214,16 @@ class StagedHashModel(HashModel):
     def __init__(self, spec: ModelSpec, stages: int = 2) -> None:
         super().__init__(spec)
         self._stages = stages
+        self._beside: Callable[[], None] = lambda: None
+
+    def set_beside(self, callback: Callable[[], None]) -> None:
+        self._beside = callback
+
+    def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
+        logits = super().forward(batch, kv, states)
+        if all(seq.length == 1 for seq in batch.seqs):
+            self._beside()
+        return logits
 
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         raise AssertionError("only a CUDA device is rehearsed on")

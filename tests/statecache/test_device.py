@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 
@@ -15,13 +17,41 @@ from tests.statecache.world import OTHER_SALT, SALT, Clock, close_books, context
 TURN, LADDER = BoundaryKind.TURN, BoundaryKind.LADDER
 
 
+@dataclass
+class FakeCopy:
+    """Comes when it was looked at `late` times. fails: it does not."""
+
+    kv: tuple[np.ndarray, ...] = ()
+    state: dict[str, np.ndarray] = field(default_factory=dict)
+    logits: np.ndarray | None = None
+    late: int = 0
+    fails: bool = False
+
+    @property
+    def done(self) -> bool:
+        self.late -= 1
+        return self.late < 0
+
+    def result(self):
+        if self.fails:
+            raise OSError("the device is gone")
+        for array in (*self.kv, *self.state.values()):
+            array.flags.writeable = False
+        return self
+
+
 class FakePools:
-    """Holds are token prefixes; what is copied is computed from them. copied: sizes of the pieces, in tokens."""
+    """Holds are token prefixes; what is copied is computed from them. copied: sizes of the pieces, in tokens.
+
+    late: how often a copy is looked at before it is there. fails: copies do not arrive.
+    """
 
     def __init__(self) -> None:
         self.holds: dict[int, tuple[np.ndarray, bytes]] = {}
         self.copied: list[int] = []
         self.budget_bytes = 1 << 20
+        self.late = 0
+        self.fails = False
 
     def hold(self, tokens: np.ndarray, salt: bytes = SALT) -> int:
         hold = len(self.copied) + 1000 * len(self.holds) + 1
@@ -37,15 +67,25 @@ class FakePools:
     def tokens(self, hold: int) -> np.ndarray:
         return self.holds[hold][0].astype(np.uint32)
 
-    def rows(self, hold: int, start: int, stop: int) -> np.ndarray:
+    def rows(self, hold: int, start: int, stop: int, each: int) -> FakeCopy:
         self.copied.append(stop - start)
-        tokens, salt = self.holds[hold]
-        return truth(tokens, salt, stop, start=start).kv[0].rows
+        rows = self._rows(hold, start, stop)
+        return FakeCopy(
+            tuple(rows[at : at + each].copy() for at in range(0, len(rows), each)), late=self.late, fails=self.fails
+        )
 
-    def rest(self, hold: int):
+    def rest(self, hold: int, start: int) -> FakeCopy:
         tokens, salt = self.holds[hold]
+        if start < len(tokens):
+            self.copied.append(len(tokens) - start)
+        kv = (self._rows(hold, start, len(tokens)),) if start < len(tokens) else ()
         payload = truth(tokens, salt, len(tokens), logits=True)
-        return payload.state, payload.logits
+        state = {name: part.copy() for name, part in payload.state.items()}
+        return FakeCopy(kv, state, payload.logits, late=self.late, fails=self.fails)
+
+    def _rows(self, hold: int, start: int, stop: int) -> np.ndarray:
+        tokens, salt = self.holds[hold]
+        return truth(tokens, salt, stop, start=start).kv[0].rows.copy()
 
     def own_bytes(self, hold: int) -> int:
         return 8 * len(self.holds[hold][0])
@@ -335,4 +375,48 @@ def test_a_context_that_memory_cannot_hold_goes_past_it_to_the_disk(leaves_first
     with w.cache.match(tokens, SALT) as match:
         assert (match.position, match.tier) == (1860, "disk")
         assert same(match.read(), tokens, SALT)
+    w.everything_goes()
+
+
+def test_a_copy_that_is_on_its_way_is_not_waited_for_and_one_more_begins_when_it_has_come():
+    w = World()
+    tokens = context(20, 640)
+    w.pools.late = 3
+    w.admit(tokens)
+    looks = 0
+    while w.cache.move(128 * 8, short=True):
+        looks += 1
+        w.check()
+        assert len(w.pools.copied) <= 1 + looks // 3
+    assert w.pools.copied == [128] * 5
+    with w.cache.match(np.append(tokens, 1), SALT) as match:
+        assert match.tier == "ram"
+        assert same(match.read(), tokens, SALT)
+    w.everything_goes()
+
+
+def test_room_that_is_needed_now_waits_for_what_is_on_its_way_and_for_the_rest():
+    w = World(policy=Policy(prefill_us_per_token=1000))
+    tokens = context(21, 640)
+    w.pools.late = 1000
+    w.admit(tokens)
+    assert w.cache.move(128 * 8, short=True)
+    assert w.cache.make_device_room(1) == 1
+    with w.cache.match(np.append(tokens, 1), SALT) as match:
+        assert match.tier == "ram"
+        assert same(match.read(), tokens, SALT)
+    w.everything_goes()
+
+
+def test_a_copy_that_fails_loses_its_checkpoint_alone_and_is_told_once(caplog):
+    w = World()
+    w.pools.fails = True
+    for seed in (22, 23, 24):
+        w.admit(context(seed, 200))
+    while w.cache.move(1 << 20, short=True):
+        w.check()
+    assert [info.tiers for info in w.cache.checkpoints()] == [("device",)] * 3
+    assert w.cache.make_device_room(1 << 30) == 3
+    assert w.cache.checkpoints() == []
+    assert [r.levelname for r in caplog.records if "not copied" in r.message].count("WARNING") == 1
     w.everything_goes()

@@ -111,9 +111,15 @@ def close_books(cache: StateCache) -> None:
                 segments.add(holding.logits_key)
             if holding.tail is not None:
                 needed[holding.tail.key] = needed.get(holding.tail.key, 0) + 1
+        tails = [holding.tail for holding in shelf.holdings.values()]
+        moves = cache._placing.moves
+        growing = None if moves is None or moves._job is None else moves._job.growing
+        if growing is not None and growing.shelf is shelf and growing.tail is not None:
+            tails.append(growing.tail)
+            needed[growing.tail.key] = needed.get(growing.tail.key, 0) + 1
         reachable = {}
-        for holding in shelf.holdings.values():
-            block = holding.tail
+        for tail in tails:
+            block = tail
             while block is not None and block.key not in reachable:
                 reachable[block.key] = block
                 block = block.parent

@@ -3,6 +3,7 @@ run, every page, row and hold is accounted for, and at the end nothing is left."
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 import time
 from pathlib import Path
@@ -16,10 +17,12 @@ from agentserve.worker.messages import Cut, FromWorker, Matched, Sampling, Start
 from agentserve.worker.naming import namespace_of
 from agentserve.worker.state_bridge import StateBridge
 from agentserve.worker.turn_loop import TurnLoop
+from engine.device.host import HostDevice
 from engine.types import CutReached, HoldId
 from statecache.index.radix import RadixIndex
 from statecache.policy import Policy
 from statecache.store import StateCache
+from statecache.tiers.base import ordinary
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind, MarkerTable
@@ -41,12 +44,14 @@ class DeviceMachine(RuleBasedStateMachine):
         ram=st.sampled_from([2_000, 20_000, 1 << 22]),
         piece=st.sampled_from([200, 1 << 20]),
         stays=st.booleans() | st.just(True),
+        seed=st.none() | st.integers(0, 50),
     )
-    def start(self, recurrent, pages, rows, spare, ram, piece, stays):
+    def start(self, recurrent, pages, rows, spare, ram, piece, stays, seed):
+        """seed: of a device whose copies to the host come late, to pinned memory while there is some."""
         self.directory = tempfile.TemporaryDirectory()
         self.spec = make_spec(recurrent)
         self.sizes = {"page_size": PAGE, "kv_tokens": PAGE * pages, "max_rows": rows, "snapshot_rows": spare}
-        self.piece, self.ram, self.stays = piece, ram, stays
+        self.piece, self.ram, self.stays, self.seed = piece, ram, stays, seed
         self.serial = 0
         self.reused = 0
         self.boot()
@@ -54,13 +59,20 @@ class DeviceMachine(RuleBasedStateMachine):
         self.step(5)
 
     def boot(self):
-        self.engine = make_engine(HashModel(self.spec), chunk_tokens=8, restore_bytes=self.piece, **self.sizes)
+        device = None if self.seed is None else HostDevice(self.seed)
+        self.engine = make_engine(HashModel(self.spec), chunk_tokens=8, restore_bytes=self.piece, device=device, **self.sizes)
+        self.memory = self.engine.memory_for_copies(0)
+        if self.memory is not None:
+            self.memory._step = 4 * mmap.PAGESIZE
+            self.memory.set_limit(16 * mmap.PAGESIZE)
+            self.memory.fill()
+        take = ordinary if self.memory is None else self.memory.take
         namespace, layout = namespace_of(self.engine.info, self.engine.layout)
-        disk = DiskTier(Path(self.directory.name) / "segments", 1 << 20, reserve_bytes=0, fsync=False)
+        disk = DiskTier(Path(self.directory.name) / "segments", 1 << 20, reserve_bytes=0, fsync=False, take=take)
         self.cache = StateCache(
             namespace,
             layout,
-            tiers=[RamTier(self.ram), disk],
+            tiers=[RamTier(self.ram, take=take), disk],
             index=RadixIndex(),
             policy=Policy(shadows=(4, 16), ladder_tokens=32, junction_tokens=4, single_flight_tokens=8),
         )
@@ -213,11 +225,13 @@ class DeviceMachine(RuleBasedStateMachine):
         self.bridge.forget("s")
         for info in self.cache.checkpoints():
             assert self.cache.evict(info.id)
+        self.engine.settle()
         self.engine.check()
         assert not self.engine.store.holds
         stats = self.engine.stats()
         assert (stats.free_pages, stats.free_rows) == (stats.total_pages, stats.total_rows)
         assert all(tier.used_bytes == 0 for tier in self.cache.stats().tiers.values())
+        self.engine.forget_memory()
 
 
 TestDeviceMachine = DeviceMachine.TestCase

@@ -42,7 +42,7 @@ def story(h: Harness) -> dict[str, list[int]]:
 
 CLEAN = story(Harness())
 CACHE_CALLS = ("match", "kv_missing_from", "put", "admit", "move", "checkpoints", "forget", "stats", "evict", "read", "release")
-ENGINE_CALLS = ("submit", "declare_cut", "cancel", "copy_out", "copy_kv")
+ENGINE_CALLS = ("submit", "declare_cut", "cancel", "copy_rest", "copy_kv")
 PLACES = ("device", "device, always short", "memory")
 
 

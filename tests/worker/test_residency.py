@@ -39,7 +39,7 @@ class Worker:
         self.bridge = StateBridge(self.engine, self.cache, stays=stays)
         self.loop = TurnLoop(self.engine, self.bridge, self.frames.append)
         self.copies: list[str] = []
-        for name in ("copy_kv", "copy_out"):
+        for name in ("copy_kv", "copy_rest"):
             self._count(name)
 
     def _count(self, name: str) -> None:

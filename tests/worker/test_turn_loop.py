@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,6 @@ from agentserve.worker.messages import (
     TurnFailed,
     TurnFinished,
 )
-from engine.types import HoldId, StateSnapshot
 from statecache.types import BoundaryKind
 from tests.fakes.engine import EOS, next_token
 from tests.worker.harness import Harness
@@ -380,18 +380,27 @@ def test_shadows_move_to_where_a_client_edits() -> None:
 
 
 def test_tokens_leave_before_states_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Harness()
-    copy_out, waiting = h.engine.copy_out, []
+    h = Harness(stays=False)
+    copied: list[str] = []
+    waiting: list[Tokens] = []
 
-    def copy(hold: HoldId, kv_start: int = 0) -> StateSnapshot:
-        waiting.extend(frame for frame in h.frames[h.flushed :] if isinstance(frame, Tokens))
-        return copy_out(hold, kv_start)
+    def watch(name: str) -> None:
+        plain = getattr(h.engine, name)
 
-    monkeypatch.setattr(h.engine, "copy_out", copy)
+        def copy(*arguments: Any) -> Any:
+            copied.append(name)
+            waiting.extend(frame for frame in h.frames[h.flushed :] if isinstance(frame, Tokens))
+            return plain(*arguments)
+
+        monkeypatch.setattr(h.engine, name, copy)
+
+    watch("copy_kv")
+    watch("copy_rest")
     turn = h.turn(PROMPT)
     h.run()
     assert h.answer(turn) == greedy(PROMPT, 8)
     assert len(h.of(turn, Saved)) > 0
+    assert "copy_rest" in copied
     assert waiting == []
 
 

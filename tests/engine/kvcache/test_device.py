@@ -10,15 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.device.host import HostDevice
 from engine.errors import OutOfDeviceMemory
 from engine.kvcache import device
+from engine.kvcache.arriving import Arrivals
 from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from tests.fakes.hash_model import make_spec
 
 PAGE, PAGES = 4, 9
-HERE = torch.device("cpu")
+HERE = HostDevice()
 
 
 def both(width: tuple[int, int, torch.dtype]) -> tuple[KvPools, DeviceKvPools]:
@@ -84,4 +86,4 @@ def test_a_device_without_room_for_the_state_is_an_error_with_numbers(monkeypatc
 
     monkeypatch.setattr(device.torch, "zeros", refuse)
     with pytest.raises(OutOfDeviceMemory, match=r"9 KV pages and 2 recurrent rows: needs"):
-        device.device_pools(make_spec(), PAGES, PAGE, 2, HERE)
+        device.device_pools(make_spec(), PAGES, PAGE, 2, HERE, Arrivals(HERE))
