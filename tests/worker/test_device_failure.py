@@ -35,7 +35,7 @@ class Turns:
 
 
 def worker(error: Exception) -> tuple[Worker, Pipe]:
-    pipe, anything = Pipe(), SimpleNamespace(memory=None)
+    pipe, anything = Pipe(), SimpleNamespace(memory=None, set_beside=lambda work: None)
     return Worker(pipe, anything, Turns(error), anything), pipe  # type: ignore[arg-type]
 
 
