@@ -27,7 +27,7 @@ from tests.soak.at_rest import flat, gave_back, rows_are_whole, settle
 from tests.soak.damage import changed, request_bytes, socket_bytes, text_of
 from tests.soak.test_frames import frame, read_some
 
-MINUTES = float(os.environ.get("SOAK_MINUTES", "0.2"))
+MINUTES = float(os.environ.get("SOAK_MINUTES", "0.1"))
 FRAMERS, SOCKETS, CALLERS = 3, 3, 4
 """Clients at a time: sockets with whole frames in canonical order, sockets with anything, HTTP requests."""
 PATIENCE_S = 60.0
