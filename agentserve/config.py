@@ -66,7 +66,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stored_bytes_per_principal: in the sessions database, 0 = no limit.
     """
 
-    frame_bytes: Count = 16 << 20
+    frame_bytes: Count = 8 << 20
     items: Count = 20_000
     connections: Count = 1024
     connections_per_principal: Count = 512

@@ -51,7 +51,7 @@ from agentserve.schema_errors import explain
 
 T = TypeVar("T")
 
-MAX_COMMAS = 4 << 20
+MAX_COMMAS = 2 << 20
 """In one message, in and out of strings: no list or object in it can have more members. Decoding takes up to a hundred bytes
 for each, so that 64 MiB of `1,1,1` would take gigabytes; a text with as many commas fits into no model's context."""
 MAX_TOOLS = 1024

@@ -48,7 +48,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     idle: int = 1000
     slow: int = 16
     deaf: int = 4
-    frame_bytes: int = 16 << 20
+    frame_bytes: int = 8 << 20
     deep_bytes: int = 1 << 20
     deaf_tokens: int = 100_000
     pause_s: float = 0.05
