@@ -4,25 +4,11 @@
 
 namespace asv {
 namespace {
-template <class T>
-struct remove_ref {
-  using type = T;
-};
-template <class T>
-struct remove_ref<T &> {
-  using type = T;
-};
 #define ASV_EMULATE_PAIRS 1
 #include "simd_scalar.h"
 #define ASV_HAVE_TILES 1
 #include "tiles_emulated.h"
-#include "vector_math.h"
-#include "matmul.h"
-#include "linear.h"
-#include "experts.h"
-#include "attention.h"
-#include "rows.h"
-#include "delta.h"
+#include "kernels.h"
 }  // namespace
 #define ASV_TABLE kAmxEmulatedTable
 #include "kernel_table.h"

@@ -4,22 +4,8 @@
 
 namespace asv {
 namespace {
-template <class T>
-struct remove_ref {
-  using type = T;
-};
-template <class T>
-struct remove_ref<T &> {
-  using type = T;
-};
 #include "simd_avx512.h"
-#include "vector_math.h"
-#include "matmul.h"
-#include "linear.h"
-#include "experts.h"
-#include "attention.h"
-#include "rows.h"
-#include "delta.h"
+#include "kernels.h"
 }  // namespace
 #define ASV_TABLE kAvx512Bf16Table
 #include "kernel_table.h"

@@ -1,5 +1,15 @@
 // Functions on vectors that every instruction set shares, and row loops over them. Included inside the anonymous
 // namespace of a kernel unit, after its simd_*.h.
+
+template <class T>
+struct remove_ref {
+  using type = T;
+};
+template <class T>
+struct remove_ref<T &> {
+  using type = T;
+};
+
 // A loop over all tasks with a lambda (task, worker).
 template <class F>
 static inline void parallel(int tasks, double estimate_us, F &&body) {
