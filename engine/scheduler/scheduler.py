@@ -1,6 +1,6 @@
 """Who runs next: who is let in, pages for growth, and which slices one step takes.
 
-Moves references, never numbers: forward passes and sampling are in engine.py, who goes first is order.py's business. When pages
+Moves references, never numbers: passes.py runs the model, outcomes.py samples, order.py says who goes first. When pages
 run out, in this order: the owner of holds is asked to release some (`reclaim`), states pinned for requests that still wait go
 to host memory, the youngest running request goes to host memory and waits again. The oldest running request is never moved
 for its pages, so it always comes to an end and nothing deadlocks. When rows run out and a turn cannot wait, a running request

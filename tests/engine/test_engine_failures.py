@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.engine import Engine
 from engine.errors import InvalidRequest, SnapshotMismatch
+from engine.outcomes import Outcomes
 from engine.sampling import Sampler
 from engine.types import KvRun, SamplingParams, StateSnapshot
 from tests.engine.helpers import Log, make_engine, prompt, release_all, request, run
@@ -391,7 +391,7 @@ def test_a_step_that_fails_between_passes_leaves_no_request_behind(monkeypatch):
     engine.submit(request("cold", ids, 1, cuts=(10,)))
     hold = run(engine).hold_at("cold", 10)
     engine.submit(request("warm", ids, 3, restore=hold))
-    monkeypatch.setattr(Engine, "_accept", lambda *_: [][-1])
+    monkeypatch.setattr(Outcomes, "_accept", lambda *_: [][-1])
     with pytest.raises(IndexError):
         engine.step()
     monkeypatch.undo()

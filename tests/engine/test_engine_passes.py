@@ -63,7 +63,7 @@ def long_and_short():
     step_until(engine, lambda event: isinstance(event, TokenEvent))
     engine.submit(request("long", prompt(2, 50), 6))
     engine.step()
-    assert engine._open is not None
+    assert engine.passes.open is not None
     return engine
 
 
@@ -104,14 +104,14 @@ def test_a_failure_beside_a_pass_ends_the_passes_requests_too():
     ends = {event.request_id: event for event in engine.step() if isinstance(event, Finished)}
     assert {end.reason for end in ends.values()} == {"error"}
     assert set(ends) == {"short", "long"}
-    assert engine._open is None
+    assert engine.passes.open is None
     release_all(engine)
 
 
 def test_a_failure_of_a_pass_is_raised_and_its_requests_end():
     engine = long_and_short()
-    assert engine._open is not None
-    engine._open.work.advance = lambda: (_ for _ in ()).throw(RuntimeError("broken pass"))
+    assert engine.passes.open is not None
+    engine.passes.open.work.advance = lambda: (_ for _ in ()).throw(RuntimeError("broken pass"))
     with pytest.raises(RuntimeError, match="broken pass"):
         engine.step()
     ends = {event.request_id: event.reason for event in engine.step() if isinstance(event, Finished)}

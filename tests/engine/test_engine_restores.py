@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from engine import outcomes
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.kvcache.pool import KvPools
@@ -145,7 +146,7 @@ def test_no_row_or_page_is_lost_whatever_fails_between_pass_and_hold(monkeypatch
     elif where == "take":
         monkeypatch.setattr(engine.store.rows, "take", failing(engine.store.rows.take))
     else:
-        monkeypatch.setattr(f"engine.engine.{where}", failing(getattr(__import__("engine.engine").engine, where)))
+        monkeypatch.setattr(outcomes, where, failing(getattr(outcomes, where)))
     ids = prompt(8, 10)
     log = Log()
     for id in ("a", "b"):

@@ -146,7 +146,7 @@ class World:
             return "grammar"
         if turn_id in self.loop._held:
             return "held"
-        seq = self.engine._requests.get(turn_id)
+        seq = self.engine.outcomes.requests.get(turn_id)
         if seq is None:
             return "ended"
         if seq.table is None:
@@ -161,7 +161,7 @@ class World:
         self.look()
         self.step()
         assert turn_id in self.ends, "one step later it is gone"
-        assert turn_id not in self.engine._requests
+        assert turn_id not in self.engine.outcomes.requests
         assert turn_id not in self.loop._turns
 
     def finish(self) -> None:

@@ -152,7 +152,7 @@ def test_any_sequence_of_turns_and_sizes_reads_only_what_is_there(checkpoints, m
                     for _ in range(rng.randint(1, 6)):
                         log.add(engine.step())
                         engine.check()
-            if engine._open is None:
+            if engine.passes.open is None:
                 check_slots(pool_of(engine))
                 sizes(engine)
         run(engine, log)
@@ -169,11 +169,11 @@ def test_a_pass_that_is_open_comes_to_its_end_first(checkpoints):
         for _ in range(3):
             log.add(engine.step())
         engine.submit(request("long", prompt(9, 60), 3))
-        while engine._open is None:
+        while engine.passes.open is None:
             log.add(engine.step())
         engine.resize_experts(4)
         assert sizes(engine)[0] == SLOTS
-        while engine._open is not None:
+        while engine.passes.open is not None:
             log.add(engine.step())
         log.add(engine.step())
         assert sizes(engine)[0] == 4

@@ -71,12 +71,12 @@ def test_a_copy_holds_only_the_pages_that_it_reads(engine):
 def test_an_error_of_the_device_reaches_who_asked_and_gives_up_what_was_referred_to(engine):
     hold = held(engine)
     copy = engine.copy_rest(hold, 0)
-    engine._device.fails = True
+    engine.store._device.fails = True
     with pytest.raises(OSError, match="the device is gone"):
         copy.result()
     with pytest.raises(OSError, match="the device is gone"):
         copy.result()
-    engine._device.fails = False
+    engine.store._device.fails = False
     engine.release(hold)
     engine.check()
     assert engine.stats().free_pages == engine.stats().total_pages
@@ -97,5 +97,5 @@ def test_shutting_down_waits_for_what_is_on_its_way_and_then_gives_the_memory_ba
     assert copy.done
     assert len(copy.result().kv[0]) == LENGTH
     assert engine.stats().pinned_bytes == 0
-    assert engine._device._pinned == {}
+    assert engine.store._device._pinned == {}
     engine.copy_kv(hold, 0, LENGTH).result()  # to any memory
