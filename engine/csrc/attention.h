@@ -1,58 +1,9 @@
-// ASV_OP_KV_STORE and ASV_OP_ATTENTION: the paged KV pool. Included inside a kernel unit's anonymous namespace.
+// ASV_OP_ATTENTION over the paged KV pool (paged.h). Included inside a kernel unit's anonymous namespace.
 //
-// Pools: [pages, page_size, kv_heads, D]. Page tables: int32 [S, max_pages]. seq_start: int32 [S + 1], rows of the flat
-// batch. context: int32 [S], tokens that were in the state before this slice; its rows have positions context, ….
-//
-// Attention puts queries in lanes (a query is a row and a head of the group that shares a KV head), so softmax needs
-// no horizontal operations: scores are a lane tile over key rows, the output one over value columns. Keys are read in
-// place; a tile of values is interleaved (bf16 pairs) or widened (f32) once per task. Softmax in f32, online over key tiles.
-
-struct PagedPool {
-  const int32_t *table;
-  int page_size, max_pages, kv_heads, D;
-  // Element offset of a position's row of one head.
-  size_t row(int seq, int position, int head) const {
-    size_t page = size_t(table[size_t(seq) * max_pages + position / page_size]);
-    return ((page * page_size + position % page_size) * kv_heads + head) * D;
-  }
-};
-
-// p: 0 k, 1 v, 2 k pool, 3 v pool, 4 page table, 5 seq_start, 6 context.
-// n: 0 S, 1 kv heads, 2 D, 3 page size, 4 max pages, 5 k row stride, 6 v row stride.  flags: bf16 of k and v (0), pools (1).
-static void op_kv_store(const asv_op &op, const Counts &counts) {
-  int S = resolve(op.n[0], counts), width = op.n[1] * op.n[2];
-  PagedPool pool = {(const int32_t *)op.p[4], op.n[3], op.n[4], op.n[1], op.n[2]};
-  const int32_t *start = (const int32_t *)op.p[5], *context = (const int32_t *)op.p[6];
-  bool in_bf = is_bf16(op, 0), pool_bf = is_bf16(op, 1);
-  for (int s = 0; s < S; ++s)
-    for (int t = start[s]; t < start[s + 1]; ++t) {
-      size_t at = pool.row(s, context[s] + t - start[s], 0);
-      for (int kv = 0; kv < 2; ++kv) {
-        ptrdiff_t from = t * ptrdiff_t(op.n[5 + kv]);
-        for_vectors(width, [&](int i, int n) {
-          store_any((void *)op.p[2 + kv], pool_bf, at + i, load_any(op.p[kv], in_bf, from + i, n), n);
-        });
-      }
-    }
-}
-
-constexpr int kKeyTile = 128;
-constexpr float kMasked = -1e30f;
-
-struct AttentionArgs {
-  const void *q, *k, *v;
-  void *out;
-  PagedPool pool;
-  const int32_t *start, *context;
-  int heads, group, D;
-  ptrdiff_t q_row, q_head, out_row;
-  float scale;
-  bool out_bf;
-};
-
-struct AttentionTask {
-  int seq, kv_head, first, count;  // queries first … of the sequence's rows x group
-};
+// Queries are in lanes (a query is a row and a head of the group that shares a KV head), so softmax needs no horizontal
+// operations: scores are a lane tile over key rows, the output one over value columns. Keys are read in place; a tile of
+// values is interleaved (bf16 pairs) or widened (f32). Softmax in f32, online over key tiles. Several vectors of queries go
+// through each tile of keys: reading it is what a long context costs. A few queries are attention_few.h's.
 
 // Value rows to [units(keys)][D] units, so that a lane tile can broadcast (key pair, column).
 template <class VT, class F>
@@ -102,30 +53,38 @@ static inline V store_probabilities(MulBF16, char *panel, const float *s, int ke
 
 template <class M, class QT, class KT>
 struct Attention {
+  static constexpr int kKeyTile = 64 * M::kPerUnit;  // so that a tile of values, 64 columns wide, is half of a small L1 cache
+  static constexpr int kGroups = W < 16 ? 4 : 2;
+  static constexpr int kQueries = kGroups * kMaxVec * W;
+
   const AttentionArgs &a;
 
-  // Memory of one task, in order: q panels, value tile, scores, P panels, output sums.
+  // Queries of one lane tile, and what becomes of them.
+  struct Group {
+    int first, count, nv;
+    int first_limit, last_limit;  // keys that its first and its last query see
+    float limit[kLdBuf];          // that each lane may see; spare lanes see what the first one sees
+    V top[kMaxVec], total[kMaxVec];
+    char *q, *p;
+    float *scores, *sums;
+  };
+
   static size_t q_panel(int D) { return panel_bytes<M>(D); }
   static size_t p_panel() { return panel_bytes<M>(kKeyTile); }
+  static size_t group_bytes(int D) {
+    return kMaxVec * (q_panel(D) + p_panel()) + size_t(kKeyTile + D) * kLdBuf * 4;
+  }
   static size_t scratch_bytes(int D) {
-    return kMaxVec * (q_panel(D) + p_panel()) + size_t(kKeyTile) * D * 4 + size_t(kKeyTile) * kLdBuf * 4 +
-           size_t(D) * kLdBuf * 4 + RowSource<M>::scratch_bytes(8, D) + 256;
+    return kGroups * group_bytes(D) + size_t(kKeyTile) * D * 4 + RowSource<M>::scratch_bytes(8, D) + 256;
   }
 
   void run(const AttentionTask &task, char *memory) const {
-    int D = a.D, nv = ceil_div(task.count, W), k_units = units<M>(D);
-    char *q = memory, *values = q + kMaxVec * q_panel(D);
-    float *scores = (float *)(values + size_t(kKeyTile) * D * 4);
-    char *p = (char *)(scores + size_t(kKeyTile) * kLdBuf);
-    float *sums = (float *)(p + kMaxVec * p_panel());
-    char *rows_scratch = (char *)(sums + size_t(D) * kLdBuf);
-    float limit[kLdBuf];  // keys a lane may see; spare lanes see what the first one sees
-    int first_limit, last_limit;
-    pack_queries(task, nv, q, limit, &first_limit, &last_limit);
-    for (int i = 0; i < D * kLdBuf; i += W) v_store(sums + i, v_zero());
-    V top[kMaxVec], total[kMaxVec];
-    for (int v = 0; v < nv; ++v) top[v] = v_set(kMasked), total[v] = v_zero();
-
+    int D = a.D, made = 0;
+    Group groups[kGroups];
+    for (int first = task.first, end = task.first + task.count; first < end; first += kLdBuf)
+      begin(groups[made++], task, first, min_int(kLdBuf, end - first), memory), memory += group_bytes(D);
+    char *values = memory, *rows_scratch = memory + size_t(kKeyTile) * D * 4;
+    int last_limit = groups[made - 1].last_limit;
     const KT *k_pool = (const KT *)a.k + size_t(task.kv_head) * D, *v_pool = (const KT *)a.v + size_t(task.kv_head) * D;
     ptrdiff_t key_stride = ptrdiff_t(a.pool.kv_heads) * D;
     for (int k0 = 0; k0 < last_limit; k0 += kKeyTile) {
@@ -133,38 +92,59 @@ struct Attention {
       for (int j = 0; j < keys;) {
         int in_page = a.pool.page_size - (k0 + j) % a.pool.page_size;
         int rows = min_int(min_int(8, keys - j), in_page);
-        Rows key = RowSource<M>::prepare(k_pool + a.pool.row(task.seq, k0 + j, 0), key_stride, rows, D, rows_scratch);
-        lane_tile<M>({key.data, key.data, key.stride, 4, nullptr, 0, 0}, rows, Panels{q, q_panel(D), nv, k_units}, scores + j * kLdBuf,
-                     kLdBuf, false);
+        size_t at = a.pool.row(task.seq, k0 + j, 0);
+        fetch(v_pool + at, key_stride, rows);
+        Rows key = RowSource<M>::prepare(k_pool + at, key_stride, rows, D, rows_scratch);
+        for (int g = 0; g < made; ++g)
+          lane_tile<M>({key.data, key.data, key.stride, 4, nullptr, 0, 0}, rows,
+                       Panels{groups[g].q, q_panel(D), groups[g].nv, units<M>(D)}, groups[g].scores + j * kLdBuf, kLdBuf, false);
         j += rows;
       }
-      V shrink[kMaxVec];
-      for (int v = 0; v < nv; ++v) {
-        if (k0 + keys > first_limit) mask(scores + v * W, keys, k0, limit + v * W);
-        shrink[v] = softmax_tile(scores + v * W, keys, p + v * p_panel(), &top[v], &total[v]);
-      }
       value_tile<KT>(M(), keys, D, values, [&](int j) { return v_pool + a.pool.row(task.seq, k0 + j, 0); });
-      accumulate(values, Panels{p, p_panel(), nv, units<M>(keys)}, shrink, sums);
+      for (int g = 0; g < made; ++g) take_in(groups[g], k0, keys, values);
     }
-    for (int v = 0; v < nv; ++v) total[v] = v_div(v_set(1.0f), total[v]);
-    write(task, nv, sums, total);
+    for (int g = 0; g < made; ++g) write(task, groups[g]);
   }
 
  private:
-  void pack_queries(const AttentionTask &task, int nv, char *q, float *limit, int *first_limit, int *last_limit) const {
-    int context = a.context[task.seq], start = a.start[task.seq];
-    for (int v = 0; v < nv; ++v) {
+  void fetch(const KT *rows, ptrdiff_t stride, int n) const {
+    for (int r = 0; r < n; ++r)
+      for (int d = 0; d < a.D; d += int(64 / sizeof(KT))) __builtin_prefetch(rows + r * stride + d);
+  }
+
+  void begin(Group &group, const AttentionTask &task, int first, int count, char *memory) const {
+    int D = a.D, context = a.context[task.seq], start = a.start[task.seq];
+    group.first = first, group.count = count, group.nv = ceil_div(count, W);
+    group.q = memory;
+    group.p = group.q + kMaxVec * q_panel(D);
+    group.scores = (float *)(group.p + kMaxVec * p_panel());
+    group.sums = group.scores + size_t(kKeyTile) * kLdBuf;
+    for (int v = 0; v < group.nv; ++v) {
       const QT *rows[W];
-      int n = min_int(W, task.count - v * W);
+      int n = min_int(W, count - v * W);
       for (int i = 0; i < W; ++i) {
-        int query = task.first + (i < n ? v * W + i : 0), t = query / a.group, h = query % a.group;
+        int query = first + (i < n ? v * W + i : 0), t = query / a.group, h = query % a.group;
         rows[i] = (const QT *)a.q + (start + t) * a.q_row + (task.kv_head * a.group + h) * a.q_head;
-        limit[v * W + i] = float(context + t + 1);
+        group.limit[v * W + i] = float(context + t + 1);
       }
-      pack_panel(M(), rows, n, a.D, q + v * q_panel(a.D));
+      pack_panel(M(), rows, n, D, group.q + v * q_panel(D));
+      group.top[v] = v_set(kMasked), group.total[v] = v_zero();
     }
-    *first_limit = context + task.first / a.group + 1;
-    *last_limit = context + (task.first + task.count - 1) / a.group + 1;
+    for (int i = 0; i < D * kLdBuf; i += W) v_store(group.sums + i, v_zero());
+    group.first_limit = context + first / a.group + 1;
+    group.last_limit = context + (first + count - 1) / a.group + 1;
+  }
+
+  // A tile of keys, whose scores and values are there, into a group's sums.
+  void take_in(Group &group, int k0, int keys, const char *values) const {
+    if (k0 >= group.last_limit) return;
+    V shrink[kMaxVec];
+    for (int v = 0; v < group.nv; ++v) {
+      float *scores = group.scores + v * W;
+      if (k0 + keys > group.first_limit) mask(scores, keys, k0, group.limit + v * W);
+      shrink[v] = softmax_tile(scores, keys, group.p + v * p_panel(), &group.top[v], &group.total[v]);
+    }
+    accumulate(values, Panels{group.p, p_panel(), group.nv, units<M>(keys)}, shrink, group.sums);
   }
 
   static void mask(float *s, int keys, int k0, const float *limit) {
@@ -176,7 +156,7 @@ struct Attention {
   // Scores of one vector of queries to probabilities relative to the new maximum, as P units; powers of two all through.
   // Returns the factor for older sums.
   V softmax_tile(const float *s, int keys, char *panel, V *top, V *total) const {
-    V factor = v_set(a.scale * 1.44269504f), high = v_load(s), high2 = high;
+    V factor = v_set(a.scale * kLog2e), high = v_load(s), high2 = high;
     int j = 1;
     for (; j + 2 <= keys; j += 2) {
       high = v_max(high, v_load(s + j * kLdBuf));
@@ -203,18 +183,19 @@ struct Attention {
     }
   }
 
-  void write(const AttentionTask &task, int nv, float *sums, const V *inverse) const {
+  void write(const AttentionTask &task, const Group &group) const {
     float turned[W * 8];
-    for (int v = 0; v < nv; ++v) {
-      int n = min_int(W, task.count - v * W);
+    for (int v = 0; v < group.nv; ++v) {
+      int n = min_int(W, group.count - v * W);
+      V inverse = v_div(v_set(1.0f), group.total[v]);
       for (int d = 0; d < a.D; d += 8) {
         int rows = min_int(8, a.D - d);
         alignas(64) float scaled[8 * W];
         for (int r = 0; r < 8; ++r)
-          v_store(scaled + r * W, r < rows ? v_mul(v_load(sums + (d + r) * kLdBuf + v * W), inverse[v]) : v_zero());
+          v_store(scaled + r * W, r < rows ? v_mul(v_load(group.sums + (d + r) * kLdBuf + v * W), inverse) : v_zero());
         v_transpose_8xW(scaled, W, turned, 8);
         for (int i = 0; i < n; ++i) {
-          int query = task.first + v * W + i, t = query / a.group, h = task.kv_head * a.group + query % a.group;
+          int query = group.first + v * W + i, t = query / a.group, h = task.kv_head * a.group + query % a.group;
           ptrdiff_t at = (a.start[task.seq] + t) * a.out_row + ptrdiff_t(h) * a.D + d;
           store_row(a.out, a.out_bf, at, turned + i * 8, rows, nullptr, false, 0);
         }
@@ -225,13 +206,16 @@ struct Attention {
 
 template <class M, class QT, class KT>
 static void attention_typed(const AttentionArgs &a, int S) {
-  constexpr int kQueries = kMaxVec * W;
+  using Many = Attention<M, QT, KT>;
+  using Few = FewQueries<QT, KT>;
+  constexpr int kQueries = Many::kQueries;
   int n = 0;
-  double pairs = 0;  // of lanes and keys, idle lanes too: one token of a small group costs as much as W queries
+  double pairs = 0;  // of lanes and keys, idle lanes too
   for (int s = 0; s < S; ++s) {
     int queries = (a.start[s + 1] - a.start[s]) * a.group;
     n += ceil_div(queries, kQueries);
-    pairs += double(round_up(queries, W)) * (a.context[s] + (a.start[s + 1] - a.start[s]) * 0.5);
+    int lanes = queries > kFewQueries ? round_up(queries, W) : queries;
+    pairs += double(lanes) * (a.context[s] + (a.start[s + 1] - a.start[s]) * 0.5);
   }
   AttentionTask *tasks = (AttentionTask *)shared_scratch(0, size_t(n) * a.pool.kv_heads * sizeof(AttentionTask));
   int made = 0;
@@ -242,9 +226,15 @@ static void attention_typed(const AttentionArgs &a, int S) {
       for (int h = 0; h < a.pool.kv_heads; ++h)
         tasks[made++] = {s, h, tile * kQueries, min_int(kQueries, queries - tile * kQueries)};
   }
-  Attention<M, QT, KT> attention = {a};
+  Many many = {a};
+  Few few = {a};
+  size_t many_bytes = Many::scratch_bytes(a.D), few_bytes = Few::scratch_bytes(a.D);
   parallel(made, estimate_us(pairs * a.pool.kv_heads * a.D * 4, 0), [&](int task, int worker) {
-    attention.run(tasks[task], (char *)worker_scratch(worker, 0, Attention<M, QT, KT>::scratch_bytes(a.D)));
+    char *memory = (char *)worker_scratch(worker, 0, many_bytes > few_bytes ? many_bytes : few_bytes);
+    if (tasks[task].count > kFewQueries)
+      many.run(tasks[task], memory);
+    else
+      few.run(tasks[task], memory);
   });
 }
 

@@ -3,6 +3,8 @@
 #include "matmul.h"
 #include "linear.h"
 #include "experts.h"
+#include "paged.h"
+#include "attention_few.h"
 #include "attention.h"
 #include "rows.h"
 #include "delta.h"
