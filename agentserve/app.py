@@ -29,6 +29,7 @@ from agentserve.server import DrainingServer, create_app, uvicorn_config
 from agentserve.services import Services
 from agentserve.session.database import connect, upgrade
 from agentserve.session.store import SqlStore
+from agentserve.state_dir import StateDir, make_state_dir
 from agentserve.text.errors import TextError
 from agentserve.text.model_text import ModelText
 from agentserve.worker.client import WorkerClient
@@ -47,10 +48,11 @@ RENDER_THREADS = 2
 class Application:
     """One server, ready to be run by `serve()`. fresh_token: the token if it was generated just now.
 
-    fleets: the workers of each model, in the order of `config.served`.
+    state: of this server alone until it has served. fleets: the workers of each model, in the order of `config.served`.
     """
 
     config: Config
+    state: StateDir
     fleets: tuple[Fleet, ...]
     server: DrainingServer
     store: SqlStore
@@ -58,13 +60,16 @@ class Application:
 
     async def serve(self) -> None:
         """Run until told to stop. Raises ConfigError if the address or the database cannot be used; nothing is started then."""
-        sockets = listen(self.config.server.host, self.config.server.port)
-        try:
+        host = self.config.server.host
+        with contextlib.ExitStack() as used:
+            used.callback(self.state.release)
+            sockets = listen(host, self.config.server.port)
+            for one in sockets:
+                used.callback(one.close)
+            with contextlib.suppress(OSError):  # a full disk: others hear the address of the settings
+                self.state.say(address(host, sockets[0].getsockname()[1]))
             await open_store(self.store, self.config)
             await self.server.serve(sockets)
-        finally:
-            for one in sockets:
-                one.close()
 
     def runner(self) -> asyncio.Runner:
         """The event loop to serve in: uvloop where it is installed, a token event costs about half of asyncio's own there."""
@@ -78,13 +83,21 @@ class Application:
 
 
 def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STUCK_S) -> Application:
-    """Everything of one server, wired up. Starts nothing but reads the tokenizer. Raises ConfigError.
+    """Everything of one server, wired up. Starts nothing, but claims the state directory and reads the tokenizer.
 
-    spawn: starts worker processes. stuck_s: see Supervisor.
+    spawn: starts worker processes. stuck_s: see Supervisor. Raises ConfigError.
     """
     for name in unknown_names():
         log.warning("environment variable sets nothing name=%s", name)
-    make_state_dir(config)
+    state = StateDir.claim(Path(config.state_dir), address(config.server.host, config.server.port))
+    try:
+        return _compose(config, state, spawn, stuck_s)
+    except BaseException:
+        state.release()
+        raise
+
+
+def _compose(config: Config, state: StateDir, spawn: Spawn, stuck_s: float) -> Application:
     tokens, fresh_token = load_tokens(config.server)
     metrics = Metrics()
     workers = [
@@ -99,8 +112,8 @@ def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STU
     for model, fleet in zip(config.served, fleets, strict=True):
         metrics.watch_fleet(model.name, fleet)
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
-    store = make_store(config)
-    seal = Seal.load(Path(config.state_dir) / "seal.key")
+    store = make_store(config, state.server)
+    seal = Seal.load(state.path / "seal.key")
     models = tuple(
         Served(model.name, load_text(model, store), fleet) for model, fleet in zip(config.served, fleets, strict=True)
     )
@@ -121,20 +134,21 @@ def compose(config: Config, spawn: Spawn = spawn_worker, *, stuck_s: float = STU
 
     app, api = create_app(services, tokens, lifespan)
     server = DrainingServer(uvicorn_config(app, services), api)
-    return Application(config, fleets, server, store, fresh_token)
+    return Application(config, state, fleets, server, store, fresh_token)
 
 
-def make_state_dir(config: Config) -> None:
+def address(host: str, port: int) -> str:
+    """Where clients find a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_store(config: Config, server: str) -> SqlStore:
+    """server: its name among those that share the database. Opens no connection.
+
+    Raises ConfigError if the URL means no database that this server can use.
+    """
     try:
-        Path(config.state_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the state directory {config.state_dir}: {error.strerror}") from error
-
-
-def make_store(config: Config) -> SqlStore:
-    """Raises ConfigError if the URL means no database that this server can use. Opens no connection."""
-    try:
-        return SqlStore(config.store)
+        return SqlStore(config.store, server)
     except (ArgumentError, ImportError, OSError, ValueError) as error:
         raise ConfigError(f"store.url cannot be used: {error}") from error
 
@@ -166,7 +180,7 @@ def load_text(model: ModelConfig, store: SqlStore) -> ModelText:
 
 def migrate(config: Config) -> str:
     """Bring both databases to the newest schema. Returns their revisions. Raises sqlalchemy.exc.SQLAlchemyError."""
-    make_state_dir(config)
+    make_state_dir(Path(config.state_dir))
     engine = connect(config.store.url, config.store.password_file)
     index = statecache.index.connect.connect(config.model.checkpoints_url)
     try:

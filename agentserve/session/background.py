@@ -1,5 +1,8 @@
 """Responses that nobody waits for, from their acceptance until they are stored: a restart then still knows of them.
 
+Servers may share a database. Each says now and then that it still runs its own; one that was not heard of for STALE_S is taken
+for dead, and what it ran for failed. Should it only have been cut off, that is put right when it stores the response.
+
 Statements on an open connection. One that is stored as a response is no longer here; one that failed stays, so that whoever
 looks it up is told.
 """
@@ -7,7 +10,7 @@ looks it up is told.
 from __future__ import annotations
 
 import msgspec
-from sqlalchemy import Connection, and_, delete, func, select, update
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from agentserve.protocol.responses import ErrorDetail, ResponseBody, encode_body
 from agentserve.session.tables import background
@@ -15,12 +18,23 @@ from agentserve.session.tables import background
 RUNNING = "in_progress"
 DAYS = 30
 """A failed one is forgotten so long after it was accepted."""
+STALE_S = 300.0
+"""After which a server that was not heard of is dead."""
+SEEN_S = 60.0
+"""How often one that runs some says that it lives."""
 STOPPED = "the server was stopped while this response ran; its context is unchanged, retry"
 
 
-def begin(connection: Connection, principal: str, body: ResponseBody, now: float) -> None:
+def begin(connection: Connection, principal: str, body: ResponseBody, now: float, server: str = "") -> None:
+    """server: who runs it."""
     row = {"id": body.id, "principal": principal, "status": RUNNING, "created_at": now, "body": encode_body(body)}
-    connection.execute(background.insert(), row)
+    connection.execute(background.insert(), row | {"server": server, "seen_at": now})
+
+
+def seen(connection: Connection, server: str, now: float) -> None:
+    """A server lives that runs those of its name."""
+    running = and_(background.c.server == server, background.c.status == RUNNING)
+    connection.execute(update(background).where(running).values(seen_at=now))
 
 
 def fail(connection: Connection, body: ResponseBody) -> None:
@@ -34,15 +48,19 @@ def stored(connection: Connection, response_id: str) -> None:
     connection.execute(delete(background).where(background.c.id == response_id))
 
 
-def find(connection: Connection, principal: str, response_id: str) -> ResponseBody | None:
+def find(connection: Connection, principal: str, response_id: str, now: float) -> ResponseBody | None:
     mine = and_(background.c.id == response_id, background.c.principal == principal)
-    body = connection.execute(select(background.c.body).where(mine)).scalar()
-    return None if body is None else msgspec.json.decode(body, type=ResponseBody)
+    row = connection.execute(select(background).where(mine)).first()
+    if row is None:
+        return None
+    body = msgspec.json.decode(row.body, type=ResponseBody)
+    return _stopped(body) if row.status == RUNNING and row.seen_at < now - STALE_S else body
 
 
-def remove(connection: Connection, principal: str, response_id: str) -> bool:
+def remove(connection: Connection, principal: str, response_id: str, now: float) -> bool:
     """Delete one that has ended."""
-    mine = and_(background.c.id == response_id, background.c.principal == principal, background.c.status != RUNNING)
+    ended = or_(background.c.status != RUNNING, background.c.seen_at < now - STALE_S)
+    mine = and_(background.c.id == response_id, background.c.principal == principal, ended)
     return connection.execute(delete(background).where(mine)).rowcount > 0
 
 
@@ -51,14 +69,19 @@ def held_bytes(connection: Connection, principal: str) -> int:
     return int(connection.execute(size).scalar_one())
 
 
-def fail_all(connection: Connection, now: float) -> int:
-    """At the start, when none can be running: all that were are failed, and old ones are forgotten. Returns how many failed.
+def fail_all(connection: Connection, now: float, server: str = "") -> int:
+    """At the start of a server, when it can run none: all that it ran are failed, and those of servers that are dead.
 
-    Where servers share a database, one that starts does this to what another one runs; that is put right when it is stored.
+    Old ones are forgotten. Returns how many failed.
     """
     connection.execute(delete(background).where(background.c.created_at < now - DAYS * 86_400))
-    left = connection.execute(select(background.c.body).where(background.c.status == RUNNING)).scalars().all()
-    error = ErrorDetail(code="server_error", message=STOPPED, type="server_error", param=None)
+    nobodys = or_(background.c.server == server, background.c.seen_at < now - STALE_S)
+    left = connection.execute(select(background.c.body).where(background.c.status == RUNNING, nobodys)).scalars().all()
     for body in left:
-        fail(connection, msgspec.structs.replace(msgspec.json.decode(body, type=ResponseBody), status="failed", error=error))
+        fail(connection, _stopped(msgspec.json.decode(body, type=ResponseBody)))
     return len(left)
+
+
+def _stopped(body: ResponseBody) -> ResponseBody:
+    error = ErrorDetail(code="server_error", message=STOPPED, type="server_error", param=None)
+    return msgspec.structs.replace(body, status="failed", error=error)

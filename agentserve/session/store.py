@@ -49,8 +49,10 @@ class SqlStore:
     nothing needs them. `get` has them.
     """
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, server: str = "") -> None:
+        """server: which one this is of those that share the database; one name, one process at a time."""
         self._config = config
+        self._server = server
         self._engine: Engine = connect(config.url, config.password_file)
         self._writer = self._engine.execution_options(writes=True)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
@@ -60,6 +62,7 @@ class SqlStore:
         self.conversations = SqlConversations(self._read, self._write)
         self._background: set[str] = set()
         """Ids of those that this process runs."""
+        self._telling: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Bring the schema up to date if the configuration says so. Raises sqlalchemy.exc.SQLAlchemyError."""
@@ -69,13 +72,16 @@ class SqlStore:
                 log.info("database ready revision=%s", upgrade(self._engine))
             with self._writer.begin() as connection:
                 forget_before(connection, time.time() - ALIAS_DAYS * 86_400)
-                failed = background.fail_all(connection, time.time())
+                failed = background.fail_all(connection, time.time(), self._server)
             if failed:
                 log.warning("background responses ended with the server before count=%d", failed)
 
         await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+        self._telling = asyncio.create_task(self._tell(), name="store-background")
 
     async def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
         self._engine.dispose()
 
@@ -174,7 +180,7 @@ class SqlStore:
         def remove(connection: Connection) -> tuple[bool, list[bytes]]:
             said = keys_of(connection, [response_id])
             gone = rows.remove_response(connection, principal, response_id)
-            return gone or background.remove(connection, principal, response_id), said
+            return gone or background.remove(connection, principal, response_id, time.time()), said
 
         gone, said = await self._write(remove)
         if gone:
@@ -198,7 +204,7 @@ class SqlStore:
     # ── in the background ────────────────────────────────────────────────────────────────────────────────────────
 
     async def begin_background(self, principal: str, body: ResponseBody) -> None:
-        await self._write(lambda c: background.begin(c, principal, body, time.time()))
+        await self._write(lambda c: background.begin(c, principal, body, time.time(), self._server))
         self._background.add(body.id)
 
     async def fail_background(self, body: ResponseBody) -> None:
@@ -208,7 +214,15 @@ class SqlStore:
     async def in_background(self, principal: str, response_id: str) -> ResponseBody | None:
         if not _possible(response_id):
             return None
-        return await self._read(lambda c: background.find(c, principal, response_id))
+        return await self._read(lambda c: background.find(c, principal, response_id, time.time()))
+
+    async def _tell(self) -> None:
+        """Say now and then that this server lives, while it runs any."""
+        while True:
+            await asyncio.sleep(background.SEEN_S)
+            if self._background:
+                with contextlib.suppress(ServerError):  # it is in the log; the next time will do
+                    await self._write(lambda c: background.seen(c, self._server, time.time()))
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -120,6 +120,9 @@ background = Table(
     Column("status", String(32), nullable=False, index=True),
     Column("created_at", Float(53), nullable=False),
     Column("body", LargeBinary, nullable=False),
+    # Who runs it, of the servers that share this database, and when that one was last heard of.
+    Column("server", String(64), nullable=False, server_default=""),
+    Column("seen_at", Float(53), nullable=False, server_default="0"),
 )
 
 aliases = Table(

@@ -18,7 +18,8 @@ from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import StoredResponse
 from agentserve.protocol.responses import ErrorDetail, ResponseBody
-from agentserve.session import rows, tables
+from agentserve.session import background, rows, tables
+from agentserve.session import store as store_module
 from agentserve.session.store import SqlStore
 from agentserve.text.aliases import Alias
 from tests.agentserve.text.play import answer, call, output, thought, user
@@ -27,8 +28,8 @@ _numbers = itertools.count()
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[SqlStore]:
-    store = SqlStore(StoreConfig(url=url))
+async def opened(url: str, server: str = "") -> AsyncIterator[SqlStore]:
+    store = SqlStore(StoreConfig(url=url), server)
     await store.open()
     try:
         yield store
@@ -416,3 +417,60 @@ async def test_a_failed_background_response_is_forgotten_after_a_month(database_
     async with opened(database_url) as store:
         assert await store.in_background("alice", "resp_old") is None
         assert await store.in_background("alice", "resp_new") is not None
+
+
+async def test_a_server_that_starts_leaves_alone_what_another_one_runs(database_url: str, monkeypatch: pytest.MonkeyPatch):
+    """Two state directories, one database."""
+    mine, others = begun("resp_mine"), begun("resp_others")
+    clock = [1_000_000.0]
+    monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+    async with opened(database_url, "one") as one:
+        await one.begin_background("alice", others)
+        async with opened(database_url, "two") as two:
+            await two.begin_background("alice", mine)
+            assert await two.in_background("alice", others.id) == others
+            assert not await two.delete("alice", others.id)
+        async with opened(database_url, "two") as two:
+            assert await one.in_background("alice", others.id) == others
+            assert (await two.in_background("alice", mine.id)).status == "failed"  # type: ignore[union-attr]
+            clock[0] += background.STALE_S - 1
+            assert await two.in_background("alice", others.id) == others
+            await one._write(lambda c: background.seen(c, "one", clock[0]))
+            clock[0] += background.STALE_S - 1
+            assert await two.in_background("alice", others.id) == others
+
+
+@pytest.mark.parametrize("seen_by", ["a start", "a look", "a delete"])
+async def test_what_a_server_that_never_came_back_ran_has_failed(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, seen_by: str
+):
+    clock = [1_000_000.0]
+    monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+    async with opened(database_url, "dead") as dead:
+        await dead.begin_background("alice", begun("resp_lost"))
+    async with opened(database_url, "two") as two:
+        clock[0] += background.STALE_S + 1
+        if seen_by == "a delete":
+            assert await two.delete("alice", "resp_lost")
+            return
+        if seen_by == "a look":
+            found = await two.in_background("alice", "resp_lost")
+            assert found is not None
+            assert (found.status, found.error and found.error.code) == ("failed", "server_error")
+            return
+    async with opened(database_url, "three") as three:
+        with three._engine.connect() as connection:
+            assert connection.execute(select(tables.background.c.status)).scalars().all() == ["failed"]
+
+
+async def test_a_server_says_that_it_lives_while_it_runs_some(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "SEEN_S", 0.001)
+    seen = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(background, "seen", lambda c, server, now: loop.call_soon_threadsafe(seen.set))
+    async with opened(f"sqlite:///{tmp_path}/s.db", "one") as store:
+        for _ in range(10):
+            await asyncio.sleep(0.002)
+        assert not seen.is_set(), "it runs none"
+        await store.begin_background("alice", begun("resp_1"))
+        await asyncio.wait_for(seen.wait(), 20)
