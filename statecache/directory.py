@@ -41,6 +41,13 @@ class Claim:
     path: Path
     descriptor: int
 
+    def holds(self) -> bool:
+        """Whether what is locked still lies there; not if the directory was deleted, emptied or replaced."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path / "lock"))
+        except OSError:
+            return False
+
     def release(self) -> None:
         os.close(self.descriptor)
 

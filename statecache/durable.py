@@ -12,12 +12,13 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from statecache.directory import CLAIM_WAIT_S, Claim, claim, describe, folder_of, make_room
+from statecache.directory import CLAIM_WAIT_S, folder_of, make_room
 from statecache.errors import SegmentBad, TierFailed
 from statecache.index.connect import connect
 from statecache.index.ledger import Ledger
 from statecache.index.radix import RadixIndex
 from statecache.index.tables import metadata
+from statecache.place import Place
 from statecache.policy import Policy
 from statecache.recover import Progress
 from statecache.staging import fitting_ladder
@@ -56,12 +57,12 @@ class SavedStates:
     """The cache of one model with what keeps it durable. writer: None without a disk tier. Close it at the end."""
 
     def __init__(
-        self, cache: StateCache, writer: Writer | None = None, held: Claim | None = None, ledger: Ledger | None = None
+        self, cache: StateCache, writer: Writer | None = None, place: Place | None = None, ledger: Ledger | None = None
     ) -> None:
         self.cache = cache
         self.writer = writer
         self.ledger = ledger
-        self._held = held
+        self._place = place
         self.ladder_tokens = cache.policy.ladder_tokens
         self.others_bytes = 0
         """Of models that do not run, on the same disk, which share the budget."""
@@ -105,8 +106,8 @@ class SavedStates:
         if self.ledger is not None:
             self.ledger.note_uses(_epoch(self.cache.uses()))
             self.ledger.close()
-        if self._held is not None:
-            self._held.release()
+        if self._place is not None:
+            self._place.close()
 
 
 def open_states(
@@ -128,13 +129,13 @@ def open_states(
     prepare: brings the schema of the durable index up to date. progress: told while states are looked for.
     """
     tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes, take=take)]
-    held: Claim | None = None
+    place: Place | None = None
     budget = 0
     if disk is not None and disk.budget_bytes > 0 and ram_bytes > 0:
         try:
             folder = folder_of(disk.root, namespace, disk.worker)
-            held = claim(folder, wait_s=disk.claim_wait_s, waiting=lambda: progress(0.0, "waiting for another worker to end"))
-            describe(folder, namespace, model, layout, disk.worker)
+            place = Place(folder, namespace, model, layout, disk.worker, clock)
+            place.open(disk.claim_wait_s, lambda: progress(0.0, "waiting for another worker to end"))
             budget = make_room(disk.root, folder, disk.budget_bytes, disk.beside)
             tiers.append(DiskTier(folder, budget, reserve_bytes=disk.reserve_bytes, take=take))
         except (OSError, TierFailed) as error:
@@ -154,8 +155,9 @@ def open_states(
         take=take,
     )
     if len(tiers) == 1:
-        return SavedStates(cache, None, held)
+        return SavedStates(cache, None, place)
     assert disk is not None
+    assert place is not None
     tier = tiers[1]
     assert isinstance(tier, DiskTier)
     ledger = _open_ledger(disk, namespace, prepare)
@@ -166,11 +168,31 @@ def open_states(
     except OSError as error:
         log.warning("saved states on disk were not read: %s", error)
     after_copy = (lambda: None) if ledger is None else _AfterCopy(cache, ledger)
-    writer = Writer(cache, bytes_per_hour=disk.bytes_per_hour, clock=clock, after_copy=after_copy)
-    states = SavedStates(cache, writer, held, ledger)
+    before_copy = _BeforeCopy(cache, tier, place)
+    hourly = disk.bytes_per_hour
+    writer = Writer(cache, bytes_per_hour=hourly, clock=clock, before_copy=before_copy, after_copy=after_copy)
+    states = SavedStates(cache, writer, place, ledger)
     states.ladder_tokens, states.sharers = ladder_tokens, max(1, len(disk.beside))
     states.others_bytes = disk.budget_bytes - budget * states.sharers
     return states
+
+
+class _BeforeCopy:
+    """Makes the directory again when somebody has deleted it; what memory has of what lay there is written again."""
+
+    def __init__(self, cache: StateCache, tier: DiskTier, place: Place) -> None:
+        self._cache = cache
+        self._tier = tier
+        self._place = place
+        self._whole = True
+
+    def __call__(self) -> None:
+        """Raises TierFailed if it cannot be used."""
+        self._whole &= self._place.look()
+        if not self._whole:
+            lost = self._cache.lose(self._tier.name, self._tier.reopen())
+            self._whole = True
+            log.warning("the directory of saved states is made again checkpoints_lost=%d", lost)
 
 
 class _AfterCopy:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from statecache.blocks import Block
 from statecache.checkpoint import CheckpointInfo, Path, Record
@@ -214,18 +214,29 @@ class Residency:
 
         Whoever reads goes on with what is left, so each call must leave less, whatever key the error names.
         """
-        broken = [r for r in self.records.values() if shelf.depends_on(r, error.key)]
+        broken = [r for r in self.records.values() if shelf.depends_on(r, {error.key})]
         if reading.id in shelf.holdings and reading not in broken:
             broken.append(reading)
         log.warning("segment quarantined tier=%s reason=%s checkpoints=%d", shelf.tier.name, error.reason, len(broken))
         shelf.quarantined += 1
         shelf.tier.set_aside(error.key, error.reason)
-        for record in broken:
+        self._take_off(shelf, broken)
+
+    def lose(self, shelf: Shelf, segments: Set[bytes]) -> list[Record]:
+        """Take every checkpoint that needs one of these off a shelf whose tier does not have them any more."""
+        broken = [r for r in self.records.values() if shelf.depends_on(r, segments)]
+        self._take_off(shelf, broken)
+        for key in segments:
+            shelf.tier.delete(key)
+        return broken
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_off(self, shelf: Shelf, records: Iterable[Record]) -> None:
+        for record in records:
             shelf.remove(record)
             if not self.is_anywhere(record):
                 self._gone(record, remember=False)
-
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self, shelf: Shelf) -> list[Candidate]:
         now = self.clock()

@@ -7,7 +7,7 @@ what is put and evicted. Not thread-safe except for `read`, `store` and `seal`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
 import numpy as np
@@ -109,11 +109,13 @@ class Shelf:
         ids = b"".join(b.ids for b in blocks) + record.tail_ids
         return Path(record.namespace, record.salt, ids, b"".join(b.key for b in blocks))
 
-    def depends_on(self, record: Record, segment: bytes) -> bool:
+    def depends_on(self, record: Record, segments: Set[bytes]) -> bool:
+        """Whether a checkpoint is here and needs one of these."""
         holding = self.holdings.get(record.id)
         if holding is None:
             return False
-        return segment in (holding.state_key, holding.logits_key) or any(b.extent.key == segment for b in self.chain(record))
+        own = holding.state_key in segments or holding.logits_key in segments
+        return own or any(block.extent.key in segments for block in self.chain(record))
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -380,6 +380,15 @@ class StateCache:
             if self._placing.moves is not None and len(self._kept.shelves) > 1:
                 self._placing.moves.want_all()
             self._copies.want_all()
+
+    def lose(self, name: TierName, segments: Set[bytes]) -> int:
+        """A tier does not have these any more: what the others have of it is wanted there again. Returns how many are gone."""
+        with self._lock:
+            shelf = next(shelf for shelf in self._kept.shelves if shelf.tier.name == name)
+            lost = self._kept.lose(shelf, segments)
+            left = [record.id for record in lost if record.id in self._kept.records]
+            self.want(left)
+            return len(lost) - len(left)
 
     def _wanted_below(self, checkpoint_ids: list[str]) -> None:
         self._copies.want(checkpoint_ids)

@@ -48,8 +48,9 @@ class Allowance:
 class Writer:
     """One thread that calls `cache.copy_one()` while something waits. Make one per write-behind cache, close() it at the end.
 
-    bytes_per_hour: see Allowance; flash cells wear out. after_copy: called in the writing thread after each copy and about
-    once a minute. on_idle: called there whenever nothing is left to write. Neither may raise.
+    bytes_per_hour: see Allowance; flash cells wear out. before_copy: called in the writing thread before each copy and about
+    once a minute; may raise TierFailed. after_copy: after each, and as often. on_idle: called there whenever nothing is left to
+    write. Neither may raise.
     """
 
     def __init__(
@@ -59,14 +60,17 @@ class Writer:
         bytes_per_hour: int = 0,
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.monotonic,
+        before_copy: Callable[[], None] = lambda: None,
         after_copy: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
         self._clock = clock
         self._retry_s = retry_s
+        self._before_copy = before_copy
         self._after_copy = after_copy
         self.on_idle: Callable[[], None] = lambda: None
         self._allowance = Allowance(bytes_per_hour, int(clock()))
+        self._one = threading.Lock()  # flush() copies too, and each trouble is told once
         self._wake = threading.Event()
         self._stop = False
         self._trouble = ""
@@ -126,8 +130,13 @@ class Writer:
 
     def _copy(self) -> bool:
         """One checkpoint. False when nothing waits or nothing can be written now."""
+        with self._one:
+            return self._copy_one()
+
+    def _copy_one(self) -> bool:
         try:
             self.writing = True
+            self._before_copy()
             written = self._cache.copy_one()
         except TierFailed as error:
             self._tell(str(error))

@@ -244,7 +244,7 @@ def load_learned(path: Path) -> Learned | None:
 def save_learned(path: Path, learned: Learned) -> None:
     """Written beside and renamed; a full disk costs nothing but the next beginning."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not what it lies in: whoever took that away may put it back
         beside = path.with_suffix(f".{os.getpid()}.tmp")
         beside.write_bytes(msgspec.json.encode(learned))
         beside.replace(path)

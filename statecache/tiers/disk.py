@@ -200,6 +200,14 @@ class DiskTier:
     def root(self) -> Path:
         return self._root
 
+    def reopen(self) -> set[bytes]:
+        """After the directory was made again: the keys of segments that are counted and not there. Raises TierFailed."""
+        try:
+            self._quarantine.mkdir(parents=True, exist_ok=True)
+            return {key for key in self.keys() if not self._path(key).exists()}
+        except OSError as error:
+            raise TierFailed(f"tier {self.name}: {error.strerror}") from error
+
     def sizes(self) -> dict[bytes, int]:
         """Bytes charged for each segment that is here."""
         return dict(self._sizes)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from agentserve.cli.connect import AgentSocket
 from agentserve.cli.private_server import PrivateServer, free_port
-from tests.e2e.test_survival import body, last
+from tests.e2e.conftest import FLAGS
+from tests.e2e.test_restart import cached
+from tests.e2e.test_survival import body, last, wait_until
+
+WORDS = "the lamp in the old house by the river is green " * 20
 
 
 def serve(state: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -27,3 +36,57 @@ def test_a_second_server_on_a_state_directory_is_refused_and_the_first_goes_on(o
         assert last(list(agent.turn(body("go on", first["id"]))))["status"] in ("completed", "incomplete")
     own_server.kill()
     own_server.start()
+
+
+@pytest.mark.slow
+def test_what_is_deleted_or_locked_under_a_server_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
+    server = PrivateServer(tmp_path / "state", flags=FLAGS)
+    server.log = tmp_path / "server.log"
+
+    def turn(text: str, previous: str | None = None, **more: Any) -> dict[str, Any]:
+        with AgentSocket(server.target) as agent:
+            return last(list(agent.turn(body(f"{text} {WORDS}", previous, temperature=0, **more))))
+
+    def said(text: str) -> int:
+        return server.log.read_text().count(text)
+
+    def segments() -> int:
+        return len(list(server.state_dir.glob("checkpoints/*/??/*.safetensors")))
+
+    try:
+        server.start()
+        first = turn("first")
+        wait_until(lambda: segments() > 0)
+        for path in (server.state_dir / "checkpoints").iterdir():
+            shutil.rmtree(path)
+        second = turn("second", first["id"])
+        assert cached(second) >= first["usage"]["input_tokens"] - 1
+        wait_until(lambda: said("the directory of saved states is made again checkpoints_lost=0") == 1)
+        wait_until(lambda: segments() > 0)
+
+        other = sqlite3.connect(server.state_dir / "sessions.db", isolation_level=None)
+        other.execute("begin immediate")
+        held = turn("held", second["id"])
+        assert "database is locked" in held["error"]["message"]
+        other.execute("rollback")
+        other.close()
+        third = turn("third", second["id"])
+        assert third["status"] in ("completed", "incomplete")
+
+        away = tmp_path / "away"
+        server.state_dir.rename(away)
+        lost = turn("lost", third["id"])
+        assert "its file was deleted or replaced; put it back, or restart" in lost["error"]["message"]
+        assert turn("not kept", store=False)["status"] in ("completed", "incomplete")
+        wait_until(lambda: said("saved states stay in memory only") == 2)
+        assert not server.state_dir.exists(), "nothing stands where it is to be put back"
+        away.rename(server.state_dir)
+        fourth = turn("fourth", third["id"])
+        assert fourth["status"] in ("completed", "incomplete")
+        wait_until(lambda: said("saved states are written to disk again") == 2)
+        assert "Traceback" not in server.tail(1000)
+        assert server.stop() == 0
+        server.start()
+        assert cached(turn("fifth", fourth["id"])) >= fourth["usage"]["input_tokens"] - 1
+    finally:
+        server.stop()

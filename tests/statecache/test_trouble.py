@@ -6,6 +6,7 @@ Each on both kinds of index, since its rows have to follow the files through all
 from __future__ import annotations
 
 import errno
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,12 @@ from pathlib import Path
 import pytest
 
 from agentserve.session.database import upgrade
+from statecache import place as place_module
+from statecache.directory import claim, namespaces
 from statecache.durable import DiskSettings, SavedStates, open_states
+from statecache.errors import TierFailed
 from statecache.index import connect as connect_module
+from statecache.place import Place
 from statecache.tiers.disk import DiskTier
 from tests.fakes.databases import PostgresServer
 from tests.statecache.test_failures import best
@@ -237,3 +242,125 @@ def test_a_smaller_quota_under_load_costs_no_turn_and_a_larger_one_is_used_at_on
     assert count(caplog, IN_MEMORY) == 0, "whoever asked for less need not be warned of it"
     close_books(cache)
     rows_are_files(states, tmp_path, database_url)
+
+
+MADE_AGAIN = "the directory of saved states is made again"
+
+
+def namespace_of(root: Path) -> Path:
+    return next(path for path in (root / "states").iterdir())
+
+
+def delete(root: Path) -> None:
+    shutil.rmtree(namespace_of(root))
+
+
+def delete_all(root: Path) -> None:
+    shutil.rmtree(root / "states")
+
+
+def empty(root: Path) -> None:
+    for path in namespace_of(root).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def replace(root: Path) -> None:
+    """By what somebody had kept of it earlier: files without the lock that is held."""
+    folder = namespace_of(root)
+    (folder / "lock").unlink()
+    (folder / "lock").touch()
+    segments = sorted(folder.glob("??/s*.safetensors")) + sorted(folder.glob("??/*.safetensors"))
+    segments[0].unlink()
+
+
+@pytest.mark.parametrize("harm", [delete, delete_all, empty, replace])
+def test_a_directory_that_is_deleted_under_its_process_is_made_again(
+    opened: Callable[..., SavedStates],
+    tmp_path: Path,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Path], None],
+) -> None:
+    monkeypatch.setattr(place_module, "SETTLE_S", 0.0)
+    states = opened()
+    for seed in range(1, 5):
+        a_turn(states, seed)
+    alone(states)
+    folder = namespace_of(tmp_path)
+    harm(tmp_path)
+    for seed in range(5, 8):
+        a_turn(states, seed)
+        assert flush(states)
+        assert count(caplog, MADE_AGAIN) == 1
+    assert count(caplog, "checkpoints_lost=0") == 1, "memory had them all"
+    assert namespaces(tmp_path / "states")[0].path == folder
+    with pytest.raises(TierFailed, match="is used by another process"):
+        claim(folder, wait_s=0.0)
+    assert {info.tiers for info in states.cache.checkpoints()} == {("ram", "disk")}
+    close_books(states.cache)
+    rows_are_files(states, tmp_path, database_url)
+    states.close(20.0)
+    again = opened()
+    for seed in range(1, 8):
+        assert best(again.cache, context(seed, 150)) == 149
+
+
+def test_what_memory_does_not_have_is_gone_with_the_directory_and_misses(
+    opened: Callable[..., SavedStates], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_module, "SETTLE_S", 0.0)
+    states = opened()
+    for seed in range(1, 5):
+        a_turn(states, seed)
+    alone(states)
+    states.set_budgets(0, None)
+    while states.cache.trim():
+        pass
+    states.set_budgets(RAM, None)
+    assert {info.tiers for info in states.cache.checkpoints()} == {("disk",)}
+    delete(tmp_path)
+    a_turn(states, 5)
+    assert flush(states)
+    assert count(caplog, "checkpoints_lost=4") == 1
+    assert [best(states.cache, context(seed, 150)) for seed in range(1, 6)] == [0, 0, 0, 0, 149]
+    close_books(states.cache)
+
+
+def test_whoever_deletes_is_given_time_to_delete_more(tmp_path: Path) -> None:
+    now = [100.0]
+    place = Place(tmp_path / "states" / "ns", NAMESPACE, "m", LAYOUT, clock=lambda: now[0])
+    place.open(0.0)
+    shutil.rmtree(place.path)
+    for now[0] in (200.0, 200.0 + place_module.SETTLE_S - 1):
+        with pytest.raises(TierFailed, match=f"{place.path} was deleted or replaced; it is made again soon"):
+            place.look()
+        assert not place.path.exists()
+    now[0] = 200.0 + place_module.SETTLE_S
+    assert not place.look(), "made again"
+    assert place.look(), "and there"
+    place.close()
+
+
+def test_what_it_lay_in_is_not_made_again_and_may_be_put_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "state"
+    states = open_states(NAMESPACE, LAYOUT, RAM, DiskSettings(root / "checkpoints", 1 << 24, 0, claim_wait_s=0.0))
+    try:
+        a_turn(states, 1)
+        alone(states)
+        root.rename(tmp_path / "away")
+        for seed in range(2, 5):
+            a_turn(states, seed)
+            assert not flush(states)
+        assert count(caplog, f"{root} was deleted; put it back, or restart the server") == 1
+        assert not root.exists()
+        (tmp_path / "away").rename(root)
+        a_turn(states, 5)
+        assert flush(states)
+        assert (count(caplog, IN_MEMORY), count(caplog, ON_DISK), count(caplog, MADE_AGAIN)) == (1, 1, 0)
+        assert {info.tiers for info in states.cache.checkpoints()} == {("ram", "disk")}
+    finally:
+        states.close(20.0)
