@@ -161,7 +161,8 @@ async def open_store(store: SqlStore, config: Config) -> None:
         await store.close()
         reason = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         where = make_url(config.store.url).render_as_string(hide_password=True)
-        raise ConfigError(f"the sessions database {where} cannot be used: {' '.join(str(reason).split())}") from error
+        why = "; ".join(filter(None, (" ".join(str(reason).split()), store.advice(error))))
+        raise ConfigError(f"the sessions database {where} cannot be used: {why}") from error
 
 
 def load_text(model: ModelConfig, store: SqlStore) -> ModelText:

@@ -1,7 +1,9 @@
-"""Paths among the settings: which can be used, and how they become the address of a database."""
+"""Paths among the settings: which can be used, how they become the address of a database, and files for their owner alone."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,3 +35,20 @@ def check_texts(values: Any, origin: str, name: str = "") -> None:
         except UnicodeEncodeError as error:
             at = f"character {error.start} of {len(values)}"
             raise ConfigError(f"bad setting in {origin}: {name}: is not UTF-8 ({at})") from None
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Make a file that only its owner can read: whole, or not at all. Its folder is made if absent. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(handle)
+        beside.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise

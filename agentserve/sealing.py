@@ -7,7 +7,6 @@ so seals hold across restarts; without that file, what clients carry can no long
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from agentserve.errors import ConfigError, InvalidValue
+from agentserve.paths import write_private
 from agentserve.protocol.items import Compaction, InputItem, InputText, Item, Message, Reasoning, ReasoningText
 
 KEY_BYTES = 32
@@ -48,9 +48,7 @@ class Seal:
         """With the key in a file, which is made if it is not there. Raises ConfigError if that cannot be done."""
         try:
             if not path.exists():
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with os.fdopen(handle, "wb") as out:
-                    out.write(secrets.token_bytes(KEY_BYTES))
+                write_private(path, secrets.token_bytes(KEY_BYTES))
             key = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot use key file {path}: {error.strerror}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -18,6 +17,7 @@ from typing import Any
 from agentserve.config import ServerConfig, is_loopback
 from agentserve.errors import ApiError, ConfigError, Forbidden, InvalidApiKey, UpgradeRequired
 from agentserve.interfaces import Principal
+from agentserve.paths import write_private
 from agentserve.protocol.codec import error_body_for
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
                 token = path.read_bytes().decode("utf-8", "surrogateescape").strip()
             else:
                 token = fresh = secrets.token_urlsafe(32)
-                _write_private(path, token + "\n")
+                write_private(path, f"{token}\n".encode())
         except OSError as exc:
             raise ConfigError(f"cannot use token file {path}: {exc.strerror}") from exc
         if not token:
@@ -86,13 +86,6 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
     if len(set(config.tokens.values()) | {token}) != len(config.tokens) + 1:
         raise ConfigError("two principals have the same token")
     return Tokens([(OWNER, token), *config.tokens.items()]), fresh
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        out.write(text)
 
 
 class Guard:

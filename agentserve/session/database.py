@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+log = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 10_000
 """How long a SQLite writer waits for another one."""
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
@@ -69,6 +73,31 @@ def _begin_sqlite(connection: Connection, path: Path) -> None:
         if opened is not None and _file(path) != opened:
             raise DatabaseFileGone(f"{path} was deleted or replaced while it was open")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("writes") else "BEGIN")
+
+
+def tell_if_new(engine: Engine) -> None:
+    """Say it when a SQLite file holds nothing yet, so that sessions are never gone in silence."""
+    path = Path(engine.url.database or "")
+    if engine.dialect.name != "sqlite" or not engine.url.database:
+        return
+    if not path.exists():
+        log.info("sessions database is new file=%s", path)
+    elif path.is_file() and path.stat().st_size == 0:
+        log.warning("sessions database was an empty file and is begun anew file=%s", path)
+
+
+def advice(error: Exception, engine: Engine) -> str:
+    """What to do about a SQLite file that cannot be used; empty where the reason says it all."""
+    reason = error.orig if isinstance(error, DBAPIError) else None
+    name = getattr(reason, "sqlite_errorname", "") if isinstance(reason, sqlite3.Error) else ""
+    if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+        return "put back a copy of it, or move it away with its -wal and -shm files: a new one is begun, without sessions"
+    if name.startswith("SQLITE_BUSY"):
+        return f"another process has held it for {BUSY_TIMEOUT_MS // 1000} s; end that one"
+    if name.startswith(("SQLITE_IOERR", "SQLITE_FULL")) and (folder := Path(engine.url.database or "").parent).is_dir():
+        room = os.statvfs(folder)
+        return f"its disk has {room.f_bavail * room.f_frsize} bytes free"
+    return ""
 
 
 def upgrade(url: str | URL | Engine, branch: str = "agentserve", revision: str = "head") -> str:

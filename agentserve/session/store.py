@@ -26,7 +26,7 @@ from agentserve.protocol.responses import ResponseBody
 from agentserve.session import background, rows
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
-from agentserve.session.database import DatabaseFileGone, connect, upgrade
+from agentserve.session.database import DatabaseFileGone, advice, connect, tell_if_new, upgrade
 from agentserve.session.kept import Kept
 from agentserve.session.lineage import predecessor, shared_tokens
 
@@ -68,6 +68,7 @@ class SqlStore:
         """Bring the schema up to date if the configuration says so. Raises sqlalchemy.exc.SQLAlchemyError."""
 
         def prepare() -> None:
+            tell_if_new(self._engine)
             if self._config.migrate:
                 log.info("database ready revision=%s", upgrade(self._engine))
             with self._writer.begin() as connection:
@@ -78,6 +79,10 @@ class SqlStore:
 
         await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
         self._telling = asyncio.create_task(self._tell(), name="store-background")
+
+    def advice(self, error: Exception) -> str:
+        """What to do about an error of open(); empty where it says that itself."""
+        return advice(error, self._engine)
 
     async def close(self) -> None:
         if self._telling is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 
 from agentserve.app import compose
-from agentserve.config import is_loopback, load
+from agentserve.config import StoreConfig, is_loopback, load
 from agentserve.errors import ConfigError
 from agentserve.security import _host_name
+from agentserve.session import database as database_module
 from agentserve.session.database import connect as session_connect
+from agentserve.session.database import upgrade
+from agentserve.session.store import SqlStore
 from statecache.index.connect import connect as index_connect
 
 DEMO_MODEL = Path(__file__).parents[2] / "agentserve" / "demo_model"
@@ -41,8 +45,19 @@ def newer_database(state: Path) -> None:
         connection.execute("insert into alembic_agentserve values ('zzzz')")
 
 
+def spoiled_database(state: Path) -> None:
+    """Its first page is right."""
+    upgrade(f"sqlite:///{state / 'sessions.db'}")
+    whole = (state / "sessions.db").read_bytes()
+    (state / "sessions.db").write_bytes(whole[:4096] + b"\xa5" * (len(whole) - 4096))
+
+
 BAD_STATES: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda d: (d / "sessions.db").write_bytes(os.urandom(4096)), "sessions.db cannot be used: file is not a database"),
+    (
+        lambda d: (d / "sessions.db").write_bytes(b"garbage" * 1000),
+        "sessions.db cannot be used: file is not a database; put back a copy of it, or move it away",
+    ),
+    (spoiled_database, "sessions.db cannot be used: database disk image is malformed; put back a copy of it"),
     (lambda d: (d / "sessions.db").mkdir(), "unable to open database file"),
     (foreign_database, "already exists"),
     (newer_database, "zzzz"),
@@ -62,9 +77,58 @@ def test_an_unknown_dialect_is_named_with_those_that_exist(tmp_path: Path) -> No
 @pytest.mark.parametrize(("spoil", "message"), BAD_STATES)
 def test_an_unusable_state_directory_is_named(tmp_path: Path, spoil: Callable[[Path], Any], message: str) -> None:
     spoil(tmp_path)
+    database = tmp_path / "sessions.db"
+    before = database.read_bytes()[100:] if database.is_file() else None  # the head says whether a log is used
     with pytest.raises(ConfigError, match=message) as refusal:
         start(tmp_path)
     assert "\n" not in str(refusal.value)
+    assert before is None or database.read_bytes()[100:] == before, "nothing is begun over it"
+
+
+async def test_a_locked_database_is_told_after_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 1)
+    path = tmp_path / "sessions.db"
+    upgrade(f"sqlite:///{path}")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("begin immediate")
+    with pytest.raises(ConfigError, match="database is locked; another process has held it for 0 s; end that one"):
+        await asyncio.to_thread(start, tmp_path)
+    other.execute("rollback")
+    other.close()
+
+
+@pytest.mark.parametrize("empty", [True, False])
+async def test_a_database_that_begins_anew_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, empty: bool) -> None:
+    path = tmp_path / "sessions.db"
+    if empty:
+        path.touch()
+    caplog.set_level("INFO", database_module.__name__)
+    news = [("WARNING", f"sessions database was an empty file and is begun anew file={path}")]
+    for expected in (news if empty else [("INFO", f"sessions database is new file={path}")], []):
+        store = SqlStore(StoreConfig(url=f"sqlite:///{path}"))
+        await store.open()
+        await store.close()
+        assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name == database_module.__name__] == expected
+        caplog.clear()
+
+
+@pytest.mark.parametrize("name", ["token", "seal.key"])
+def test_a_disk_that_fills_up_leaves_no_half_of_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name == "seal.key":
+        (tmp_path / "token").write_text("secret")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=f"{name}: No space left on device"):
+            start(tmp_path)
+    assert not list(tmp_path.glob(f"{name}*")), "the next start makes it"
+    config = load(flags={"state_dir": str(tmp_path), "server.port": 0}, environ={"HOME": str(tmp_path)})
+    compose(config).state.release()
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert len((tmp_path / name).read_bytes()) >= 32
 
 
 BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
