@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.protocol.items import InputItem, decode_items, encode_items
+from agentserve.session import shared_items
 from agentserve.session.tables import conversation_items, conversations, idempotency, items, responses, sessions
 
 MAX_BASES = 32
@@ -49,8 +50,22 @@ def of_session(connection: Connection, principal: str, session_id: str) -> tuple
     return tuple(connection.execute(select(responses.c.id).where(mine)).scalars())
 
 
-def add_response(connection: Connection, new: StoredResponse, base: str | None, kept_tokens: int) -> None:
+def bodies_of(values: Sequence[InputItem]) -> list[bytes]:
+    """Items as they are stored."""
+    return [bytes(body) for body in _raw_items.decode(encode_items(tuple(values)))]
+
+
+def add_response(
+    connection: Connection,
+    new: StoredResponse,
+    base: str | None,
+    kept_tokens: int,
+    input_base: str | None = None,
+    kept_items: int = 0,
+) -> None:
     """Insert a response with its items and count it in its session. base, kept_tokens: whose ids its prompt begins with.
+
+    input_base, kept_items: whose items its input begins with.
 
     Raises sqlalchemy.exc.IntegrityError if the id exists, PermissionError if the session belongs to another principal.
     """
@@ -60,7 +75,9 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
         still = select(responses.c.id).where(responses.c.id == base).with_for_update(read=True)
         if connection.execute(still).first() is None:
             base, kept_tokens = None, 0
-    rows = [*_item_rows(new.id, 0, new.input), *_item_rows(new.id, 1, new.output)]
+    if input_base is not None and not shared_items.is_there(connection, input_base, new.session):
+        input_base, kept_items = None, 0
+    rows = [*_item_rows(new.id, 0, new.input)[kept_items:], *_item_rows(new.id, 1, new.output)]
     connection.execute(
         responses.insert(),
         {
@@ -84,6 +101,8 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
             "stream": new.stream,
             "conversation": new.conversation,
             "bytes": _size(new, kept_tokens, rows),
+            "input_base": input_base,
+            "input_kept": kept_items,
         },
     )
     if rows:
@@ -99,10 +118,9 @@ def add_response(connection: Connection, new: StoredResponse, base: str | None, 
 
 
 def _item_rows(response: str, output: int, values: Sequence[InputItem]) -> list[dict[str, Any]]:
-    bodies = _raw_items.decode(encode_items(tuple(values)))
     return [
-        {"response": response, "output": output, "position": i, "type": value.__struct_config__.tag, "body": bytes(body)}
-        for i, (value, body) in enumerate(zip(values, bodies, strict=True))
+        {"response": response, "output": output, "position": i, "type": value.__struct_config__.tag, "body": body}
+        for i, (value, body) in enumerate(zip(values, bodies_of(values), strict=True))
     ]
 
 
@@ -143,11 +161,13 @@ def _count_turn(connection: Connection, new: StoredResponse) -> None:
 
 
 def remove_response(connection: Connection, principal: str, response_id: str) -> bool:
-    """Delete a response; prompts that were told as a difference to it are told in full first."""
+    """Delete a response; what others were told as a difference to it they get first."""
     mine = and_(responses.c.id == response_id, responses.c.principal == principal)
-    row = connection.execute(select(responses.c.session).where(mine)).first()
+    # Whoever is about to stand on it comes before this, and is seen below.
+    row = connection.execute(select(responses.c.session).where(mine).with_for_update()).first()
     if row is None:
         return False
+    shared_items.let_go(connection, response_id)
     for child in connection.execute(select(responses.c.id).where(responses.c.prompt_base == response_id)).scalars().all():
         whole = prompt_ids(connection, child)
         values = {"prompt_base": None, "prompt_kept": 0, "prompt_ids": whole}
@@ -229,19 +249,22 @@ def load(connection: Connection, principal: str, ids: Sequence[str]) -> dict[str
     mine = and_(responses.c.id.in_(ids), responses.c.principal == principal)
     wanted = [c for c in responses.c if c.name != "prompt_ids"]
     rows = connection.execute(select(*wanted).where(mine)).all()
-    order = (items.c.response, items.c.output, items.c.position)
-    bodies: dict[tuple[str, int], list[bytes]] = {}
-    if rows:
-        query = select(items).where(items.c.response.in_([r.id for r in rows])).order_by(*order)
-        for row in connection.execute(query):
-            bodies.setdefault((row.response, row.output), []).append(row.body)
-    keys = _keys(connection, [r.id for r in rows])
-    return {r.id: _stored(r, bodies.get((r.id, 0), []), bodies.get((r.id, 1), []), keys.get(r.id)) for r in rows}
+    if not rows:
+        return {}
+    found = [r.id for r in rows]
+    given, said, keys = shared_items.inputs(connection, found), _outputs(connection, found), _keys(connection, found)
+    return {r.id: _stored(r, given.get(r.id, []), said.get(r.id, []), keys.get(r.id)) for r in rows}
+
+
+def _outputs(connection: Connection, ids: Sequence[str]) -> dict[str, list[bytes]]:
+    bodies: dict[str, list[bytes]] = {}
+    query = select(items.c.response, items.c.body).where(items.c.response.in_(ids), items.c.output == 1)
+    for row in connection.execute(query.order_by(items.c.response, items.c.position)):
+        bodies.setdefault(row.response, []).append(row.body)
+    return bodies
 
 
 def _keys(connection: Connection, ids: Sequence[str]) -> dict[str, Any]:
-    if not ids:
-        return {}
     query = select(idempotency.c.response, idempotency.c.key, idempotency.c.digest).where(idempotency.c.response.in_(ids))
     return {row.response: row for row in connection.execute(query)}
 

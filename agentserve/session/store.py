@@ -23,7 +23,7 @@ from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.protocol.responses import ResponseBody
-from agentserve.session import background, rows
+from agentserve.session import background, rows, shared_items
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
 from agentserve.session.database import DatabaseFileGone, advice, connect, tell_if_new, upgrade
@@ -36,6 +36,7 @@ T = TypeVar("T")
 THREADS = 4
 KEPT_RESPONSE_BYTES = 64 << 20
 KEPT_CONTEXT_BYTES = 64 << 20
+KEPT_DIGEST_BYTES = 8 << 20
 FOLLOWED = 16
 """Responses that are looked at to find the one that a resent context goes on from."""
 ALIAS_DAYS = 30
@@ -58,6 +59,7 @@ class SqlStore:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
         self._responses: Kept[StoredResponse] = Kept(KEPT_RESPONSE_BYTES)
         self._contexts: Kept[tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
+        self._digests: Kept[tuple[bytes, ...]] = Kept(KEPT_DIGEST_BYTES)
         self.aliases = Aliases(self._engine)
         self.conversations = SqlConversations(self._read, self._write)
         self._background: set[str] = set()
@@ -110,8 +112,11 @@ class SqlStore:
         if known is not None and known[1] < rows.MAX_BASES:
             shared = shared_tokens(known[0], new.prompt_ids)
             base, depth = (before, known[1] + 1) if shared else (None, 0)
+        digests = shared_items.digests(rows.bodies_of(new.input))
+        followed = new.follows if new.parent is None else None
+        same = 0 if followed is None else shared_items.shared_items(digests, self._digests_of(followed))
         with self._writer.begin() as connection:
-            rows.add_response(connection, new, base, shared)
+            rows.add_response(connection, new, base, shared, followed if same else None, same)
             append_turn(connection, new)
             self.aliases.save(connection, new.id, new.generated_ids)
             if new.id in self._background:
@@ -119,6 +124,7 @@ class SqlStore:
         self._background.discard(new.id)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))
+        self._digests.put(new.id, digests, 16 * len(digests))
         self._remember(msgspec.structs.replace(new, prompt_ids=b""))
 
     def _followed(self, new: StoredResponse) -> str | None:
@@ -138,6 +144,14 @@ class SqlStore:
 
         with self._engine.connect() as connection:
             return predecessor(new.prompt_ids, new.own_tokens, contexts(connection))
+
+    def _digests_of(self, response_id: str) -> tuple[bytes, ...]:
+        """Of its input items."""
+        known = self._digests.get(response_id)
+        if known is not None:
+            return known
+        with self._engine.connect() as connection:
+            return shared_items.digests(shared_items.inputs(connection, [response_id]).get(response_id, []))
 
     async def get(self, principal: str, response_id: str) -> StoredResponse | None:
         if not _possible(response_id):
@@ -269,6 +283,7 @@ class SqlStore:
     def _forget(self, response_id: str) -> None:
         self._responses.drop(response_id)
         self._contexts.drop(response_id)
+        self._digests.drop(response_id)
 
     async def _read(self, read: Callable[[Connection], T]) -> T:
         def run() -> T:

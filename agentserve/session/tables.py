@@ -1,7 +1,8 @@
 """Tables of the sessions database. Only their shape; statements are in store.py and aliases.py.
 
 Token ids are little-endian uint32. A response keeps only the part of its prompt that its parent's tokens do not have
-(`prompt_base`, `prompt_kept`), because a session of 300 turns would otherwise hold its context 300 times.
+(`prompt_base`, `prompt_kept`), because a session of 300 turns would otherwise hold its context 300 times. So with its
+items: see shared_items.py.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ responses = Table(
     Column("stream", LargeBinary),  # how its events were cut: see replay.py
     Column("conversation", String(128)),
     Column("bytes", BigInteger, nullable=False, server_default="0"),
+    # Whose input this one's begins with, and how many of its items: see shared_items.py.
+    Column("input_base", String(128), index=True),
+    Column("input_kept", Integer, nullable=False, server_default="0"),
     Index(None, "principal"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator
@@ -474,3 +475,78 @@ async def test_a_server_says_that_it_lives_while_it_runs_some(tmp_path, monkeypa
         assert not seen.is_set(), "it runs none"
         await store.begin_background("alice", begun("resp_1"))
         await asyncio.wait_for(seen.wait(), 20)
+
+
+# ── items of resent contexts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def sent_again(before: StoredResponse, *more: Any, **changes: Any) -> StoredResponse:
+    items = (*before.input, *before.output, *more)
+    return response(follows=before.id, session=before.session, input=items, context_items=len(items), **changes)
+
+
+def item_rows(store: SqlStore) -> int:
+    with store._engine.connect() as connection:
+        return connection.execute(select(func.count()).select_from(tables.items)).scalar_one()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_resent_context_adds_its_new_items_alone(database_url: str, restarts: bool):
+    turns = [response()]
+    for n in range(9):
+        turns.append(sent_again(turns[-1], user(f"more {n}")))
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(opened(database_url))
+        for n, turn in enumerate(turns):
+            await store.commit(turn)
+            if restarts and n % 3 == 2:
+                await stack.aclose()
+                store = await stack.enter_async_context(opened(database_url))
+        # Each: what the one before said, and a new message; and what it says itself.
+        assert item_rows(store) == 2 + 3 + 9 * (3 + 1 + 3)
+    async with opened(database_url) as store:
+        for turn in turns:
+            assert await store.get("alice", turn.id) == turn
+
+
+async def test_a_context_that_was_edited_shares_what_comes_before_the_edit(database_url: str):
+    first = response(input=tuple(user(f"word {n}") for n in range(10)))
+    edited = response(
+        follows=first.id, input=(*first.input[:4], user("another"), *first.input[5:]), context_items=10, output=first.output
+    )
+    shorter = response(follows=edited.id, input=edited.input[:6], context_items=6, output=first.output)
+    async with opened(database_url) as store:
+        for turn in (first, edited, shorter):
+            await store.commit(turn)
+        assert item_rows(store) == 10 + 6 + 0 + 3 * len(first.output)
+        assert [await store.get("alice", turn.id) for turn in (first, edited, shorter)] == [first, edited, shorter]
+
+
+@pytest.mark.parametrize("gone", list(itertools.permutations(range(3))))
+async def test_deleted_turns_leave_others_their_items(database_url: str, gone: tuple[int, ...]):
+    a = response(input=tuple(user(f"word {n}") for n in range(6)))
+    b = sent_again(a, user("b"))
+    c = response(follows=b.id, input=(*a.input[:4], user("c")), context_items=5)
+    d = sent_again(b, user("d"))
+    left = {0: a, 1: b, 2: c}
+    async with opened(database_url) as store:
+        for turn in (a, b, c, d):
+            await store.commit(turn)
+        for number in gone:
+            assert await store.delete("alice", left.pop(number).id)
+            for turn in (*left.values(), d):
+                assert await store.get("alice", turn.id) == turn
+        alone = await store.stored_bytes("alice")
+        await store.commit(other := response(session="ses_2", input=d.input, context_items=d.context_items))
+        assert await store.stored_bytes("alice") == pytest.approx(2 * alone, rel=0.01), "what it got counts for it"
+        assert await store.delete("alice", other.id)
+
+
+async def test_another_session_shares_no_items(database_url: str):
+    first = response()
+    other = msgspec.structs.replace(sent_again(first, user("more")), session="ses_2")
+    async with opened(database_url) as store:
+        await store.commit(first)
+        await store.commit(other)
+        assert await store.delete_session("alice", first.session)
+        assert await store.get("alice", other.id) == other

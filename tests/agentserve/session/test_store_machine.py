@@ -16,6 +16,7 @@ from agentserve.config import StoreConfig
 from agentserve.interfaces import StoredResponse
 from agentserve.session.store import SqlStore
 from tests.agentserve.session.test_store import ids, response
+from tests.agentserve.text.play import user
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -61,6 +62,12 @@ class StoreMachine(RuleBasedStateMachine):
                 generated_ids=generated,
             )
         )
+
+    @rule(target=made, before=made, kept=st.integers(0, 8), more=st.lists(st.integers(0, 2), max_size=4))
+    def resend(self, before: StoredResponse, kept: int, more: list[int]) -> StoredResponse:
+        """A context that begins as an earlier one did, or only seems to."""
+        items = before.input[:kept] + tuple(user(f"word {n}") for n in more)
+        return self._commit(response(session=before.session, follows=before.id, input=items, context_items=len(items)))
 
     @rule(gone=consumes(made))
     def delete(self, gone: StoredResponse) -> None:
