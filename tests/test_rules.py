@@ -16,21 +16,25 @@ SKIPPED = """
 import pytest
 
 def test_one():
-    pytest.skip({reason!r})
+    pytest.skip("needs a unicorn")
 
 def test_other():
+    pytest.skip("needs a CUDA device")
+
+def test_third():
     pass
 """
 
 
-@pytest.fixture(params=[(), ("-n", "2", "-p", "xdist.plugin")], ids=["alone", "side by side"])
+@pytest.fixture(params=[(), ("-n", "1", "-p", "xdist.plugin")], ids=["alone", "in a process beside it"])
 def run(request: pytest.FixtureRequest, tmp_path: Path):
-    """run(reason, **environment): pytest over a test that is skipped for this reason and one that passes."""
+    """run(*names, **environment): pytest over these tests of SKIPPED, in this process's stead or in another of its own."""
 
-    def go(reason: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def go(*names: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "conftest.py").write_text(CONFTEST)
-        (tmp_path / "test_skipped.py").write_text(SKIPPED.format(reason=reason))
-        command = [sys.executable, "-m", "pytest", *request.param, "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)]
+        (tmp_path / "test_skipped.py").write_text(SKIPPED)
+        command = [sys.executable, "-m", "pytest", *request.param, "-c", os.devnull, f"--rootdir={tmp_path}"]
+        command += [f"{tmp_path}/test_skipped.py::{name}" for name in names]
         told = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TESTS_"))}
         told |= {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
         return subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
@@ -39,17 +43,22 @@ def run(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def test_a_skip_fails_the_run_where_everything_should_run(run) -> None:
-    assert run("needs a unicorn").returncode == 0
-    strict = run("needs a unicorn", TESTS_NO_SKIP="1")
+    strict = run("test_one", "test_other", "test_third", TESTS_NO_SKIP="1")
     assert strict.returncode == 1
     assert "test_one: Skipped: needs a unicorn" in strict.stdout
+    assert "test_other: " not in strict.stdout
 
 
-def test_a_skip_for_want_of_hardware_or_time_fails_nothing(run) -> None:
-    early = run("needs a CUDA device", TESTS_NO_SKIP="1", TESTS_SECONDS="1000")
+def test_a_skip_for_want_of_hardware_fails_nothing(run) -> None:
+    early = run("test_other", "test_third", TESTS_NO_SKIP="1", TESTS_SECONDS="1000")
     assert (early.returncode, "1 passed, 1 skipped" in early.stdout) == (0, True)
-    late = run("needs a unicorn", TESTS_NO_SKIP="1", TESTS_SECONDS="0")
+
+
+@pytest.mark.parametrize("run", [()], indirect=True, ids=["alone"])
+def test_a_skip_for_want_of_time_fails_nothing_nor_does_any_where_some_may_be_skipped(run) -> None:
+    late = run("test_one", "test_third", TESTS_NO_SKIP="1", TESTS_SECONDS="0")
     assert (late.returncode, "2 skipped" in late.stdout) == (0, True)
+    assert run("test_one").returncode == 0
 
 
 def test_no_clock_decides_whether_a_property_holds() -> None:

@@ -88,8 +88,8 @@ def rambling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rambling(tmp_path_factory: pytest.TempPathFactory, rambling_model: Path) -> Iterator[PrivateServer]:
-    """A server whose turns go on until they are stopped. Its worker may be killed, itself not."""
-    flags = (*FLAGS, "--model", str(rambling_model))
+    """A server whose turns go on until they are stopped, and which writes no states. Its worker may be killed, itself not."""
+    flags = (*FLAGS, "--model", str(rambling_model), "--disk-cache-mb", "0")
     with private_server(tmp_path_factory.mktemp("rambling-server"), flags=flags) as server:
         server.start()
         yield server

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from agentserve.cli.connect import AgentSocket
 from agentserve.cli.private_server import PrivateServer
 from tests.e2e.test_survival import body, counter, last, wait_until
@@ -27,25 +25,30 @@ def long_session(server: PrivateServer) -> tuple[dict, int]:
     return second, usage["input_tokens"] + usage["output_tokens"]
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL after write-back"])
-def test_a_long_session_is_restored_from_disk_after_a_restart(own_server: PrivateServer, how: str) -> None:
-    server = own_server
-    response, known = long_session(server)
-    if how == "SIGTERM":
-        assert server.stop() == 0
-    else:
-        wait_until(lambda: counter(server.target, 'agentserve_worker_counter{name="write_back_waiting",') == 0)
-        server.kill()
+def goes_on_from_disk(server: PrivateServer, response: dict, known: int) -> tuple[dict, int]:
+    """Start the server again, and go on by so much that what is known then is not what is known now."""
     server.start()
+    more = "and now?\n" + "\n".join(f"{i}: {WORDS}" for i in range(20))
     with AgentSocket(server.target) as socket:
-        events = list(socket.turn(body("and now?", response["id"], temperature=0, agentserve={"events": True})))
+        events = list(socket.turn(body(more, response["id"], temperature=0, agentserve={"events": True})))
     after = last(events)
     assert cached(after) >= 0.99 * known
     assert next(e["restored_from"] for e in events if e.get("restored_from")) == "disk"
+    return after, after["usage"]["input_tokens"] + after["usage"]["output_tokens"]
 
 
-def test_without_a_disk_budget_nothing_is_written(start_server) -> None:
-    server = start_server("--disk-cache-mb", "0")
-    with AgentSocket(server.target) as socket:
+def test_a_long_session_is_restored_from_disk_after_an_end_in_order_and_after_a_kill(own_server: PrivateServer) -> None:
+    server = own_server
+    response, known = long_session(server)
+    assert server.stop() == 0
+    response, longer = goes_on_from_disk(server, response, known)
+    assert 0.99 * longer > known, "what the first server wrote would do after the kill"
+    wait_until(lambda: counter(server.target, 'agentserve_worker_counter{name="write_back_waiting",') == 0)
+    server.kill()
+    goes_on_from_disk(server, response, longer)
+
+
+def test_without_a_disk_budget_nothing_is_written(rambling: PrivateServer) -> None:
+    with AgentSocket(rambling.target) as socket:
         last(list(socket.turn(body("hello"))))
-    assert not list(server.state_dir.glob("checkpoints/**/*.safetensors"))
+    assert not list(rambling.state_dir.glob("checkpoints/**/*.safetensors"))

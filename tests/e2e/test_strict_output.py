@@ -6,6 +6,7 @@ import pytest
 
 from agentserve.cli.private_server import PrivateServer
 from benchmarks.strict_output import run_many
+from tests.budget import examples
 
 
 def assert_all_fit(server: PrivateServer, seeds: range) -> None:
@@ -16,7 +17,7 @@ def assert_all_fit(server: PrivateServer, seeds: range) -> None:
 
 
 def test_answers_fit_their_random_schemas(server: PrivateServer) -> None:
-    assert_all_fit(server, range(5000, 5040))
+    assert_all_fit(server, range(5000, 5000 + examples(24, 40)))
 
 
 @pytest.mark.slow

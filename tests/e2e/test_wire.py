@@ -61,7 +61,7 @@ def test_a_prewarmed_prefix_is_reused_by_the_turn_after_it(server: PrivateServer
 
 
 def test_a_deadline_that_cannot_be_met_fails_only_when_asked(server: PrivateServer) -> None:
-    long = "The quick brown fox jumps over the lazy dog. " * 400
+    long = "The quick brown fox jumps over the lazy dog. " * 100
     with socket_of(server) as socket:
         deadline = {"events": True, "ttft_deadline_ms": 1}
         kept = turn(socket, input=long, max_output_tokens=4, agentserve=deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -22,12 +23,30 @@ LABELS = ("demo/0", "demo/1")
 LONG = "Count the words of this list. " + "one two three four five six seven eight nine ten " * 150
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[PrivateServer]:
-    with private_server(tmp_path / "state", flags=(*FLAGS, "--workers", "2")) as one:
+@contextlib.contextmanager
+def two_workers(state_dir: Path) -> Iterator[PrivateServer]:
+    with private_server(state_dir, flags=(*FLAGS, "--workers", "2")) as one:
         one.start()
         wait_until(lambda: all(figure(one, "ready", label) == 1 for label in LABELS))
         yield one
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PrivateServer]:
+    """For a test that ends its workers."""
+    with two_workers(tmp_path / "state") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateServer]:
+    """Shared by tests that only play sessions."""
+    with two_workers(tmp_path_factory.mktemp("calm")) as one:
+        yield one
+
+
+def spilled(server: PrivateServer) -> float:
+    return counter(server.target, 'agentserve_turns_spilled{model="demo"}')
 
 
 def figure(server: PrivateServer, name: str, label: str) -> float:
@@ -42,6 +61,15 @@ def checkpoints(server: PrivateServer, label: str) -> float:
     """Saved states in memory, 0 before the first report."""
     try:
         return counter(server.target, f'agentserve_checkpoints{{tier="ram",worker="{label}"}}')
+    except StopIteration:
+        return 0.0
+
+
+def asked(server: PrivateServer, label: str) -> float:
+    """Turns that looked for a saved state so far, 0 before the first report."""
+    names = [f'agentserve_worker_counter{{name="{name}",worker="{label}"}}' for name in ("cache_matches", "cache_misses")]
+    try:
+        return sum(counter(server.target, name) for name in names)
     except StopIteration:
         return 0.0
 
@@ -72,7 +100,9 @@ def play(server: PrivateServer, key: str, turns: int, seed: int = 0) -> list[dic
     return done
 
 
-def test_sessions_stay_with_the_worker_that_has_their_state(server: PrivateServer) -> None:
+def test_sessions_stay_with_the_worker_that_has_their_state(calm: PrivateServer) -> None:
+    server, spilled_before = calm, spilled(calm)
+    known = {session["id"] for session in server.target.get("/v1/sessions")["data"]}
     state = server.target.readiness()
     assert [worker["status"] for worker in state["models"][0]["workers"]] == ["ready", "ready"]
     first, second = pids(server)
@@ -84,16 +114,18 @@ def test_sessions_stay_with_the_worker_that_has_their_state(server: PrivateServe
         # Everything up to the last turn was restored: the turn went to the worker that ran the one before.
         for before, after in itertools.pairwise(responses):
             assert after["reused"] >= before["usage"]["input_tokens"]
-    assert counter(server.target, 'agentserve_turns_spilled{model="demo"}') == 0
+    assert spilled(server) == spilled_before
     wait_until(lambda: all(checkpoints(server, label) > 0 for label in LABELS))
-    listed = server.target.get("/v1/sessions")["data"]
+    listed = [session for session in server.target.get("/v1/sessions")["data"] if session["id"] not in known]
     assert len(listed) == 6
     for session in listed:
         assert server.target.get(f"/v1/sessions/{session['id']}/checkpoints")["data"]
 
 
-def test_a_session_goes_to_the_other_worker_while_its_own_is_busy(server: PrivateServer) -> None:
+def test_a_session_goes_to_the_other_worker_while_its_own_is_busy(calm: PrivateServer) -> None:
     """Eight prompts of thousands of tokens at once, all of one session: its worker computes some, the other the rest."""
+    server, spilled_before = calm, spilled(calm)
+    before = {label: asked(server, label) for label in LABELS}
     (begun,) = play(server, "agent", 1)
 
     def one(n: int) -> dict[str, Any]:
@@ -109,8 +141,8 @@ def test_a_session_goes_to_the_other_worker_while_its_own_is_busy(server: Privat
         ends = list(agents.map(one, range(8)))
     assert all(end["status"] in ("completed", "incomplete") for end in ends[1::2])
     assert all(end["incomplete_details"] == {"reason": "cancelled"} for end in ends[::2])
-    assert counter(server.target, 'agentserve_turns_spilled{model="demo"}') >= 1
-    wait_until(lambda: all(checkpoints(server, label) > 0 for label in LABELS))
+    assert spilled(server) > spilled_before
+    wait_until(lambda: all(asked(server, label) > before[label] for label in LABELS))
     assert_all_idle(server)
 
 
