@@ -92,7 +92,6 @@ class Engine:
     ) -> None:
         """slots: the model's expert slots, for the counters. device: where state lies, None = host memory. divided: its memory
         that can change hands. clock_ns: what deadlines and the cost of steps are measured by."""
-        self.model = model
         spec = model.spec
         self.config = config = config.resolve(Machine.here(), spec)
         self.max_context = int(config.max_context)
@@ -140,6 +139,15 @@ class Engine:
         self._figures = Figures(self.store, self.scheduler, self._holds, slots, self._boundary)
         self._unreturned: list[EngineEvent] = []
         self._arrivals = 0
+
+    @property
+    def model(self) -> Model:
+        """What runs the passes. May be replaced between steps by one that stands in front of it."""
+        return self.passes.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self.passes.model = model
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
 

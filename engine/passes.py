@@ -31,15 +31,18 @@ class OpenPass:
 
 
 class Passes:
-    """open: the pass that spans steps, None if there is none; at most one at a time."""
+    """model: what runs them; may be replaced between steps by one that stands in front of it.
+
+    open: the pass that spans steps, None if there is none; at most one at a time.
+    """
 
     def __init__(self, model: Model, store: StateStore, clock_ns: Callable[[], int]) -> None:
-        self._model, self._store, self._clock_ns = model, store, clock_ns
+        self.model, self._store, self._clock_ns = model, store, clock_ns
         self._staged = model if isinstance(model, Staged) else None
         self.open: OpenPass | None = None
 
     def run(self, slices: list[Slice]) -> Logits:
-        return self._model.forward(self._batch(slices), self._store.kv, self._store.states)
+        return self.model.forward(self._batch(slices), self._store.kv, self._store.states)
 
     def divide(self, slices: list[Slice]) -> tuple[list[Slice], list[Slice]]:
         """Those for a pass that spans steps, and those that a step runs by themselves."""

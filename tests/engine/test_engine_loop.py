@@ -377,3 +377,26 @@ def test_a_greedy_token_is_the_one_that_the_model_named():
     assert log.tokens["likely"] == [0] * 5
     assert log.finished["broken"].reason == "error"
     assert "NaN" in str(log.finished["broken"].error)
+
+
+class InFront:
+    """Has everything of a model, and counts the passes."""
+
+    def __init__(self, model):
+        self.model, self.passes = model, 0
+
+    @property
+    def spec(self):
+        return self.model.spec
+
+    def forward(self, *arguments):
+        self.passes += 1
+        return self.model.forward(*arguments)
+
+
+def test_a_model_that_is_put_in_front_of_the_other_runs_the_passes():
+    engine = make_engine()
+    engine.model = InFront(engine.model)
+    engine.submit(request("a", prompt(1, 5), 3))
+    assert run(engine).tokens["a"] == expected_tokens(prompt(1, 5), 3)
+    assert engine.model.passes == 3
