@@ -28,6 +28,8 @@ class SeqSlice(NamedTuple):
     state_row: row of the recurrent pool that is read and advanced (−1 for a pure attention model).
     fresh: context is 0, so the row's old content must be ignored (treated as zeros).
     cuts: where recurrent state is copied on the way; KV needs no copy.
+    row_out: row that takes the advanced state while state_row keeps what it has, −1 = state_row is advanced. Only for a single
+    token, and for models that look ahead (models/base.Staged).
     """
 
     start: int
@@ -37,6 +39,7 @@ class SeqSlice(NamedTuple):
     state_row: int
     fresh: bool
     cuts: tuple[StateCut, ...] = ()
+    row_out: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,12 @@ def device_sizes(
     kv_tokens: int | None,
     snapshot_rows: int | None,
     slots: int | None,
+    spare_rows: int = 0,
 ) -> DeviceSizes:
     """Divide what is left after weights and workspaces between state and experts.
 
-    experts, layers: all of the model, and its MoE layers (0 for a model without any). Rows of running requests come first, then
+    experts, layers: all of the model, and its MoE layers (0 for a model without any). Rows of running requests come first, with
+    spare_rows that they share, then
     snapshots (a sixteenth), then KV for one agent's context, but no more than half, then slots, then KV for more contexts.
     kv_tokens, snapshot_rows and slots, where given, are taken as they are. Raises OutOfDeviceMemory where not even one page and
     the experts of one token in one layer fit.
@@ -128,7 +130,7 @@ def device_sizes(
     if state_row_bytes:
         if snapshot_rows is None:
             snapshot_rows = max(1, min(MAX_AUTO_SNAPSHOT_ROWS, left // 16 // state_row_bytes))
-        left -= (max_rows + snapshot_rows) * state_row_bytes
+        left -= (max_rows + spare_rows + snapshot_rows) * state_row_bytes
     else:
         snapshot_rows = 0
     page_bytes = page_size * kv_token_bytes

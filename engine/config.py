@@ -83,6 +83,8 @@ class EngineConfig:
     only when it is told to, "off" = each keeps its own.
     expert_mode: how decode misses are divided; "auto" = hybrid, fetch or cpu by what is seen to be fastest.
     divide_experts: whether a miss may also be divided within the expert, which is done where measured rates say that it pays.
+    ahead_rows: requests that the device may compute one token ahead of what the host has read, all that run or none; each
+    takes a recurrent row. 0 = it waits for the host after every token.
     rates: file of measured rates; without an entry for this machine they are measured at the start, for a second or two, and
     kept there. None = assumed rates.
     kernels: "triton", or "plain" torch; None = triton on a device. host_device: compute on host memory in the device's place
@@ -113,6 +115,7 @@ class EngineConfig:
     pass_tokens: int | None = None
     expert_mode: Literal["auto", "hybrid", "fetch", "cpu"] = "auto"
     divide_experts: bool = True
+    ahead_rows: int = 4
     rehearse_tokens: int = 4096
     elastic: Literal["auto", "manual", "off"] = "auto"
     rates: Path | None = None
@@ -130,12 +133,23 @@ class EngineConfig:
                 raise InvalidRequest(name, value, 'an integer ≥ 1 or "auto"')
         if self.decode_gap_ms < 0:
             raise InvalidRequest("decode_gap_ms", self.decode_gap_ms, "an integer ≥ 0")
-        for name, least in (("vram_bytes", 1), ("pin_bytes", 0), ("pass_tokens", 1), ("rehearse_tokens", 0)):
+        for name, least in (
+            ("vram_bytes", 1),
+            ("pin_bytes", 0),
+            ("pass_tokens", 1),
+            ("rehearse_tokens", 0),
+            ("ahead_rows", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidRequest(name, value, f"an integer ≥ {least}")
         if self.snapshot_rows != "auto" and self.snapshot_rows < 0:
             raise InvalidRequest("snapshot_rows", self.snapshot_rows, 'an integer ≥ 0 or "auto"')
+
+    @property
+    def spare_rows(self) -> int:
+        """Recurrent rows that running requests may have beside their own, where the model can look ahead."""
+        return min(self.ahead_rows, self.max_rows)
 
     def resolve(self, machine: Machine, spec: ModelSpec | None = None) -> EngineConfig:
         """A copy in which nothing that can be known yet is "auto".

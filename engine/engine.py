@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.ahead import Ahead
 from engine.config import EngineConfig, Machine
 from engine.device.base import Device
 from engine.elastic.boundary import Boundary, Divided
@@ -104,6 +105,7 @@ class Engine:
             device=device,
             room=None if divided is None else divided.memory.bounds.most_pages,
             memory=None if divided is None else divided.memory.pages,
+            spare=config.spare_rows if isinstance(model, Staged) else 0,
         )
         self._clock_ns = clock_ns
         self.scheduler = Scheduler(
@@ -134,7 +136,8 @@ class Engine:
         if divided is not None and self._boundary is not None and divided.watch:
             self._controller = Controller(self._boundary, divided, self.store, self.scheduler, clock_ns)
         self._holds = Holds(self.store, device)
-        self.passes = Passes(model, self.store, clock_ns)
+        ahead = Ahead(model, self.store, self.max_context) if isinstance(model, Staged) and config.ahead_rows else None
+        self.passes = Passes(model, self.store, clock_ns, ahead)
         self.outcomes = Outcomes(self.store, self.scheduler, self.max_context)
         self._figures = Figures(self.store, self.scheduler, self._holds, slots, self._boundary)
         self._unreturned: list[EngineEvent] = []

@@ -42,7 +42,7 @@ class Figures:
     def stats(self) -> EngineStats:
         """Counters since the start and what is free now. Rows are those of recurrent state; without any, of requests."""
         scheduler, store, boundary = self._scheduler, self._store, self._boundary
-        rows = store.rows.total or scheduler.max_rows
+        rows = store.total_rows or scheduler.max_rows
         arena = self._holds.memory_stats()
         return EngineStats(
             running=len(scheduler.running),
@@ -50,7 +50,7 @@ class Figures:
             waiting_prefill_tokens=scheduler.unprefilled_tokens(),
             free_pages=store.pages.free,
             total_pages=store.pages.total,
-            free_rows=store.rows.free if store.rows.total else rows - len(scheduler.running),
+            free_rows=store.rows.free if store.total_rows else rows - len(scheduler.running),
             total_rows=rows,
             held=len(store.holds),
             prefill_tokens=self._prefill_tokens,

@@ -37,7 +37,7 @@ class Holds:
             store.pages.free,
             store.pages.total,
             store.rows.free,
-            store.rows.total,
+            store.total_rows,
             store.bytes_of(1, 0),
             store.layout.state_bytes,
         )

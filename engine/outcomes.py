@@ -174,7 +174,7 @@ class Outcomes:
         """Assert that every page and row is free, held or running, exactly as counted. For tests, after any call."""
         running, waiting = self._scheduler.running, self._scheduler.waiting
         pins = [seq.restore for seq in waiting if isinstance(seq.restore, Held)]
-        rows = [row for seq in running for row in (seq.row, *seq.cut_rows)]
+        rows = [row for seq in running for row in (seq.row, seq.ahead_row, *seq.cut_rows)]
         self._store.check([seq.table for seq in running if seq.table is not None], rows, pins)
         assert {seq.id for seq in (*running, *waiting)} == set(self.requests)
         assert all(seq.table is not None for seq in running)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.ahead import Ahead, row_out
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.kvcache.store import NO_ROW, StateStore
 from engine.models.base import Logits, Model, Pass, Staged
@@ -33,16 +34,23 @@ class OpenPass:
 class Passes:
     """model: what runs them; may be replaced between steps by one that stands in front of it.
 
-    open: the pass that spans steps, None if there is none; at most one at a time.
+    open: the pass that spans steps, None if there is none; at most one at a time. ahead: None where steps are not begun before
+    they are asked for.
     """
 
-    def __init__(self, model: Model, store: StateStore, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, model: Model, store: StateStore, clock_ns: Callable[[], int], ahead: Ahead | None = None) -> None:
         self.model, self._store, self._clock_ns = model, store, clock_ns
         self._staged = model if isinstance(model, Staged) else None
         self.open: OpenPass | None = None
+        self.ahead = ahead
 
     def run(self, slices: list[Slice]) -> Logits:
-        return self.model.forward(self._batch(slices), self._store.kv, self._store.states)
+        if self.ahead is not None:
+            self.ahead.before(slices, alone=self.open is None)
+        logits = self.model.forward(self._batch(slices), self._store.kv, self._store.states)
+        if self.ahead is not None:
+            self.ahead.after(slices)
+        return logits
 
     def divide(self, slices: list[Slice]) -> tuple[list[Slice], list[Slice]]:
         """Those for a pass that spans steps, and those that a step runs by themselves."""
@@ -103,7 +111,8 @@ class Passes:
             assert table is not None
             start, end = part.start, part.end
             cuts = tuple(StateCut(position - start, row) for position, row in part.cuts if row != NO_ROW) if part.cuts else ()
-            seqs.append(SeqSlice(at, end - start, start, table.view(-(-end // page_size)), seq.row, start == 0, cuts))
+            pages = table.view(-(-end // page_size))
+            seqs.append(SeqSlice(at, end - start, start, pages, seq.row, start == 0, cuts, row_out(part)))
             if end - start == 1:  # an array for one token costs as much as all else here
                 ids[at], positions[at] = seq.token_at(start), start
                 at += 1

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu.geometry import Shape
+from engine.ahead import Ahead
 from engine.config import EngineConfig
 from engine.device.base import Device, Graph
 from engine.device.tape import Entry, Lane, Tape
@@ -34,8 +35,11 @@ from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
 
 HYBRID, WHOLE = "hybrid", "hybrid, whole experts"
-ARMS = ("fetch", "cpu", HYBRID, WHOLE, "auto", "hybrid, no overlap")
-"""Ways to deal with misses. auto: hybrid with its fall-back. no overlap: fetches and compute in one stream."""
+ASKED = ", each step asked for"
+ARMS = ("fetch", "cpu", HYBRID, WHOLE, "auto", "hybrid, no overlap", "auto" + ASKED)
+"""Ways to deal with misses. auto: hybrid with its fall-back. no overlap: fetches and compute in one stream. each step asked
+for: none is begun before the tokens of the one before it were read."""
+RESIDENT_ARMS = ("resident", "resident" + ASKED)
 
 
 class KeptBank(HostBank):
@@ -104,14 +108,18 @@ class Arms:
     device: LanedDevice
     rates: Rates
     max_rows: int
+    ahead: Ahead | None
     _splits: dict[str, MissSplit] = field(default_factory=dict)
     _graphs: dict[bool, Any] = field(default_factory=dict)
 
     def use(self, arm: str) -> None:
         pool = self.model.experts
         assert pool is not None
+        if self.ahead is not None:
+            self.ahead.on = ASKED not in arm
         if pool.resident:
             return
+        arm = arm.removesuffix(ASKED)
         mode: Any = arm.split(",")[0]
         if arm not in self._splits:
             inter = 0 if arm == WHOLE else pool.divisible
@@ -128,8 +136,8 @@ class Arms:
         """Graphs of both kinds are kept, so that switching costs nothing."""
         if on == self.device.overlap:
             return
-        self._graphs[self.device.overlap] = self.model._graphs
-        self.model._graphs = self._graphs.get(on, {})
+        self._graphs[self.device.overlap] = self.model.steps.graphs
+        self.model.steps.graphs = self._graphs.get(on, {})
         self.device.overlap = on
 
 
@@ -238,7 +246,7 @@ class Bench:
             engine = Engine(model, placed.config, "", None, device, placed.divided)
             pools: Any = engine.store
             model.warm_up(pools.kv, pools.states)
-            arms = Arms(model, self.device, self.rates, self.sizes.max_rows)
+            arms = Arms(model, self.device, self.rates, self.sizes.max_rows, engine.passes.ahead)
             arms.use("auto")  # prefill, too, goes by the measured rates from here on
             gc.collect()
             gc.freeze()  # as a worker does

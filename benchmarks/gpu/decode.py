@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.bench import ARMS, HYBRID, WHOLE
+from benchmarks.gpu.bench import ARMS, HYBRID, RESIDENT_ARMS, WHOLE
 from benchmarks.gpu.context import Context, percentiles, rounded, spread_of
 from benchmarks.gpu.ideal import hit_rates, uniform_like, walked
 
@@ -19,7 +19,7 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
     """Rounds of all arms, forward and backward in turn (A B C, C B A …); each begins with a few tokens that do not count."""
     plan, running, player = context.plan, context.running, context.player
     pool = running.pool
-    arms = ("resident",) if pool.resident else plan.arms or ARMS
+    arms = RESIDENT_ARMS if pool.resident else plan.arms or ARMS
     words = context.words(batch)
     total = (plan.repeats + 1) * len(arms) * (plan.decode_warm + plan.decode_tokens) + plan.learn + 2
     prompts = [words.take(8) for _ in range(batch)]
@@ -47,7 +47,7 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
                 seen[arm]["hits"].append(hits / (hits + misses))
                 seen[arm]["fetched"].append(fetches / max(1, misses))
     right = all(words.right(p, a.tokens) for p, a in zip(prompts, answers, strict=True))
-    running.arms.use("auto")
+    running.arms.use("resident" if pool.resident else "auto")
     figures: dict[str, Any] = {"walked_right": right, "arms": {}}
     per_token = context.shape.layers * context.shape.top_k * context.shape.record_bytes
     for arm, values in seen.items():

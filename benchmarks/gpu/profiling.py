@@ -59,16 +59,18 @@ def _host(name: str, work: Callable[[], Any]) -> None:
 def _empty(context: Context, arm: str) -> None:
     """A step on no sequence: what the graph itself takes, launch and gaps, without any work to speak of."""
     model: Any = context.running.engine.model
-    graph, _ = model._graph(1, context.running.pool.use_table(1) if not context.running.pool.resident else 0)
+    graph, _ = model.steps.graph(1, context.running.pool.use_table(1) if not context.running.pool.resident else 0)
+    model.look_ahead(None)
     took, asked = [], []
     for _ in range(50):
-        model._tables.fill(torch.zeros(0, dtype=torch.int64), ())
+        model.steps.tables.fill(torch.zeros(0, dtype=torch.int64), ())
         model.device.synchronize()
         began = time.perf_counter()
         graph.replay()
         asked.append(time.perf_counter() - began)
         model.device.synchronize()
         took.append(time.perf_counter() - began)
+        model.steps.tables.launched(model.device.moment())
     middle = len(took) // 2
     print(
         f"\n{context.variant}, {context.share}%: a step on nothing, {arm}: {1e6 * sorted(took)[middle]:.0f} µs, "

@@ -135,11 +135,11 @@ def _decode_rows(line: Mapping[str, Any], rates: Mapping[str, Any] | None) -> It
         floor = ""
         if rates is not None and batch == 1:
             floor = f"{1000 / decode_floor_ms(figures, about['missed_bytes_per_token'], rates):.0f}"
-        counts = batch == 1 and (arm == "auto" or where[1] == 100)
+        counts = batch == 1 and arm in ("auto", "resident")
         goal, met = judged(rate["median"], GOALS.get(("decode", where[1])) if counts else None)
         name = f"decode {arm}, {batch} at once, tokens/s" if batch > 1 else f"decode {arm}, tokens/s"
         hits = ""
-        if arm != "resident":
+        if where[1] < 100:
             best = f" (LRU {figures['lru_hit_rate']:.0%}, optimum {figures['belady_hit_rate']:.0%})"
             hits = f"; {about['hit_rate']:.0%} hits{best if batch == 1 else ''}"
         yield Row(name, *where, f"{rate['median']:.1f}", _between(rate, ".1f") + hits, floor, goal, met)

@@ -78,7 +78,7 @@ class DecodeStep:
         self._reads = reads
         self._delta: torch.Tensor | None = None
         self.logits_out = buffers.get("logits", rows, spec.vocab_size, torch.float32)
-        self.tape.add(tables.send)
+        self.tape.add(lambda: ops.begin(*tables.beginning))
 
     def _get(self, name: str, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._buffers.get(name, self.rows, width, dtype)
@@ -129,11 +129,12 @@ class DecodeStep:
         where = (tables.starts[: rows + 1], tables.contexts[:rows], tables.state_rows[:rows], 1)
         convolved = self._get("convolved", layer.conv_dim)
         tails, states = self._states.conv[layer.ordinal], self._states.delta[layer.ordinal]
-        self.tape.add(lambda: ops.conv(mixed, layer.conv, tails, *where, convolved))
+        after = tables.rows_out[:rows]
+        self.tape.add(lambda: ops.conv(mixed, layer.conv, tails, *where, convolved, after))
         shape = (layer.v_heads, layer.d_v)
         out = self._get("delta_out", layer.value_dim, torch.float32).unflatten(1, shape)
         gates = (a, b, layer.a_log, layer.dt_bias)
-        self.tape.add(lambda: ops.delta(convolved, *gates, states, *where, layer.k_heads, out))
+        self.tape.add(lambda: ops.delta(convolved, *gates, states, *where, layer.k_heads, out, after))
         normed = self._get("mixed", layer.value_dim)
         gate, by_head = z.unflatten(1, shape), normed.unflatten(1, shape)
         self.tape.add(lambda: ops.gated_norm(out, gate, layer.norm.weight, layer.norm.eps, by_head))
@@ -212,9 +213,10 @@ class DecodeStep:
         return x
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
-        """Ends the recording. What most steps want of the logits goes to the host with them: see DecodeTables.best."""
+        """Ends the recording. What most steps want of the logits goes to the host, and to the next step: see DecodeTables."""
+        tables = self._tables
         self._linear(x, head, self.logits_out)
-        self.tape.add(lambda: self._ops.greedy(self.logits_out, self._tables.best[: self.rows]))
+        self.tape.add(lambda: self._ops.greedy(self.logits_out, tables.turn, tables.best, tables.found))
         experts = self._experts
         if experts is not None and not experts.resident:
             self.tape.add(lambda: experts.box.status_host.copy_(experts.box.status, non_blocking=True))

@@ -38,7 +38,7 @@ CHUNK_ROWS = 2048
 OPERATIONS = (
     *("gather", "add_norm", "linear", "silu_mul", "gated_norm", "attend_prepare", "decode_scratch", "decode_attention"),
     *("prefill_attention", "conv", "delta", "route", "admit", "fetch", "slot_experts", "publish", "wait_reply", "merge"),
-    *("union", "group", "grouped_experts", "stamp"),
+    *("union", "group", "grouped_experts", "stamp", "begin", "greedy"),
 )
 """What a set of kernels must have; kernels/plain/ says what each does."""
 Progress = Callable[[float, str], None]
@@ -120,6 +120,7 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         kv_tokens=_given(config.kv_tokens),
         snapshot_rows=_given(config.snapshot_rows),
         slots=_given(config.slots),
+        spare_rows=config.spare_rows,
     )
     decided = replace(
         config,
@@ -287,10 +288,11 @@ def _lines(
         f"weights: {_gb(dense)} that every token reads; workspaces {_gb(workspace)} for passes of {tokens} tokens",
     ]
     kv_bytes = sizes.pages * config.page_size * budget.kv_token_bytes(spec)
+    rows = config.max_rows + config.spare_rows + sizes.snapshot_rows
     given = "as set" if config.kv_tokens != "auto" else "one agent's context first, then experts, then more contexts"
     lines.append(
         f"state: KV for {sizes.pages * config.page_size} tokens ({_gb(kv_bytes)}; {given}), contexts up to {sizes.max_context}"
-        + (f", {config.max_rows + sizes.snapshot_rows} recurrent states" if budget.state_row_bytes(spec) else "")
+        + (f", {rows} recurrent states" if budget.state_row_bytes(spec) else "")
     )
     if bank is not None and pool is not None:
         size = _gb(pool.slots * bank.record.nbytes)

@@ -5,8 +5,7 @@ Knows nothing of requests; engine.py hands over flat batches, as to every backen
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -14,14 +13,14 @@ import torch
 
 from engine.attention.base import Attention
 from engine.batch import ForwardBatch, SeqSlice
-from engine.device.base import Device, Graph
+from engine.device.base import Device
 from engine.elastic.memory import Memory
 from engine.errors import DeviceError
-from engine.gpu.decode import Buffers, DecodeStep
-from engine.gpu.experts import ExpertPool, Reads
+from engine.gpu.decode import Buffers
+from engine.gpu.experts import ExpertPool
 from engine.gpu.experts_pass import ExpertPass
 from engine.gpu.prefill import PrefillStep
-from engine.gpu.tables import DecodeTables
+from engine.gpu.steps import DecodeSteps
 from engine.models.base import KvPools, Logits, ModelSpec, RecurrentPools
 from engine.models.decoder import Decoder
 from engine.moe.layer import Moe
@@ -54,18 +53,14 @@ class GpuModel:
         self._decoder, self.device, self._ops, self.experts = decoder, device, ops, experts
         self._max_context = max_context
         place = device.torch_device
-        self._decode_buffers = Buffers(max_rows, decoder.spec.dtype, place)
         self._pass_buffers = Buffers(pass_tokens, decoder.spec.dtype, place)
         self._chunk_buffers = Buffers(min(chunk_rows, pass_tokens), decoder.spec.dtype, place)
         self.expert_pass: ExpertPass | None = None
         if experts is not None:
             flops = 2 * dense_weights(decoder) // len(decoder.layers)
             self.expert_pass = ExpertPass(experts, ops, self._chunk_buffers, self._pass_buffers, flops)
-        self._tables: DecodeTables | None = None
-        self._graphs: dict[tuple[int, Reads], tuple[Graph, torch.Tensor]] = {}
+        self.steps = DecodeSteps(decoder, device, ops, experts, max_rows, max_context)
         self._pools: tuple[KvPools, RecurrentPools] | None = None
-        self._sizes = graph_sizes(max_rows)
-        self._beside: Callable[[], None] | None = None
         decoder.rope.reach(max_context)
         decoder.rope.move(place)
 
@@ -87,13 +82,13 @@ class GpuModel:
         self._bind(kv, states)
         longer = [seq for seq in batch.seqs if seq.length > 1]
         if not longer and len(batch.logit_rows) == len(batch.seqs):
-            return self._decode(batch.token_ids, batch.seqs, kv, states)
+            return self.steps.run(batch.token_ids, batch.seqs, self._in_pass)
         steps = [seq for seq in batch.seqs if seq.length == 1]
         wanted = batch.logit_rows.tolist()
         out: torch.Tensor | None = None
         if steps:
             tokens = batch.token_ids[[seq.start for seq in steps]]
-            logits = self._decode(tokens, steps, kv, states).rows
+            logits = self.steps.run(tokens, steps, self._in_pass).rows
             picked = [index for index, seq in enumerate(steps) if seq.start in wanted]
             out = (
                 logits
@@ -120,21 +115,22 @@ class GpuModel:
         if self._pools is not None and self._pools[0] is kv and self._pools[1] is states:
             return
         self._pools = (kv, states)
-        self._graphs.clear()
-        self._tables = DecodeTables(self.device, self._sizes[-1], -(-self._max_context // kv.page_size), kv.page_size)
+        self.steps.bind(kv, states)
 
     # ── decode ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def warm_up(self, kv: KvPools, states: RecurrentPools) -> None:
         """Capture every graph now: the first token of the first request does not wait for it."""
         self._bind(kv, states)
-        for size in self._sizes:
-            for reads in (Reads.NOTHING,) if self.experts is None else self.experts.reads:
-                self._graph(size, reads)
+        self.steps.capture()
 
     def set_beside(self, callback: Callable[[], None]) -> None:
         """See models/base.Staged."""
-        self._beside = callback
+        self.steps.beside = callback
+
+    def look_ahead(self, batch: ForwardBatch | None) -> None:
+        """See models/base.Staged."""
+        self.steps.look_ahead(batch)
 
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         """See models/base.Staged."""
@@ -144,58 +140,6 @@ class GpuModel:
             seq = SeqSlice(0, length, 0, pages, 0 if states.delta else -1, True)
             ids = torch.arange(length) % self.spec.vocab_size
             self.forward(ForwardBatch(ids, torch.arange(length), (seq,), torch.tensor([length - 1])), kv, states)
-
-    def _graph(self, rows: int, reads: Reads) -> tuple[Graph, torch.Tensor]:
-        """Of the least size ≥ rows."""
-        key = (next(size for size in self._sizes if size >= rows), reads)
-        if key not in self._graphs:
-            assert self._pools is not None
-            assert self._tables is not None
-            pools, rope = self._pools, self._decoder.rope
-            step = DecodeStep(
-                key[0], self.spec, self._ops, self._tables, self._decode_buffers, self.experts, *pools, rope, reads
-            )
-            self._decoder.run(step)
-            self._tables.fill(torch.zeros(0, dtype=torch.int64), ())  # capturing runs the step once: on no sequence
-            self._graphs[key] = self.device.capture(step.tape), step.logits_out
-        return self._graphs[key]
-
-    def _decode(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice], kv: KvPools, states: RecurrentPools) -> Logits:
-        """One token of each sequence. The logits are the buffer's, unless it takes more than one step."""
-        parts: list[torch.Tensor] = []
-        best: list[int] = []
-        most = self._sizes[-1]
-        for first in range(0, len(seqs), most):
-            part = seqs[first : first + most]
-            reads = Reads.NOTHING
-            if self.experts is not None and self.expert_pass is not None and not self.experts.resident:
-                reads = self.experts.use_table(len(part), fetching=not self.expert_pass.streaming)
-                self.experts.wake()
-            graph, logits = self._graph(len(part), reads)
-            assert self._tables is not None
-            self._tables.fill(tokens[first : first + most], part)
-            began = time.perf_counter_ns()
-            graph.replay()
-            for seq in part:
-                for cut in seq.cuts:
-                    for pool in (*states.delta, *states.conv):
-                        pool[cut.dest_row].copy_(pool[seq.state_row])
-            parts.append(logits[: len(part)] if len(part) == len(seqs) else logits[: len(part)].clone())
-            computed = self.device.moment()
-            known = True
-            if self._beside is not None:
-                self._beside()
-                known = not computed.reached()  # else the step was over before, and nobody knows when
-            # The tables' host copy may be written again only now, and a failed executor must be seen before a token is drawn.
-            if self._in_pass:
-                self.device.synchronize()
-            else:
-                computed.wait()  # and not for copies to the host, which go on
-            self._check()
-            best += self._tables.best[: len(part)].tolist()
-            if self.experts is not None and not self._in_pass and known:
-                self.experts.stepped(len(part), time.perf_counter_ns() - began)
-        return Logits(parts[0] if len(parts) == 1 else torch.cat(parts), best)
 
     # ── prefill ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +178,7 @@ class GpuModel:
         if self.experts is not None:
             self.experts.close()
         if self._memory is not None:
-            self._graphs.clear()
+            self.steps.graphs.clear()
             self._memory.close()
 
 
@@ -296,16 +240,6 @@ def dense_weights(decoder: Decoder) -> int:
         dense = mlp.shared if isinstance(mlp, Moe) else mlp
         count += 0 if dense is None else dense.gate_up.numel() + dense.down.numel()
     return count
-
-
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes that get a graph: powers of two, then max_rows. A step is padded to the next of them. Integers only."""
-    sizes = []
-    size = 1
-    while size < max_rows:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max_rows)
 
 
 def _only(batch: ForwardBatch, seqs: list[SeqSlice]) -> tuple[ForwardBatch, list[int]]:

@@ -9,55 +9,90 @@ import numpy as np
 import torch
 
 from engine.batch import SeqSlice
-from engine.device.base import Device
+from engine.device.base import Device, Moment
+from engine.errors import DeviceError
 
-_IDS, _CONTEXTS, _SLOTS, _ROWS = range(4)
+_IDS, _CONTEXTS, _SLOTS, _ROWS, _ROWS_OUT = range(5)
+_COUNT = 5
 
 
 class DecodeTables:
     """For up to `rows` sequences with one token each. Tables of a step with fewer rows are the first columns.
 
-    ids: int32 tokens. contexts: position of the token, −1 = no sequence. slots: where its keys go. state_rows. pages: int32
-    [rows, max_pages]; rewritten only where a sequence's table has changed, so a step usually moves 16 bytes a row. best: int32
-    [rows] on the host, written by the step: as Logits.best.
+    ids: int32 tokens. contexts: position of the token, −1 = no sequence. slots: where its keys go. state_rows, rows_out: of the
+    recurrent state before and after it. pages: int32 [rows, max_pages]; rewritten only where a sequence's table has changed, so
+    a step usually moves 20 bytes a row. best: int32 [rows], as Logits.best of the newest step, for the step after it.
+
+    A step may be launched while the one before it runs. So what is written on the host for one step (told, and the pages that
+    are new) and what a step writes there (found: best, and its number) lie in two places, in turn: steps count themselves in
+    `turn`, and the host counts them too.
     """
 
     def __init__(self, device: Device, rows: int, max_pages: int, page_size: int) -> None:
         place = device.torch_device
         self.rows, self.page_size = rows, page_size
-        self._pinned = device.pinned(4, rows, dtype=torch.int32)
-        self._pinned_pages = device.pinned(rows, max_pages, dtype=torch.int32)
-        self.best = device.pinned(rows, dtype=torch.int32)
-        self._host, self._host_pages = self._pinned.numpy(), self._pinned_pages.numpy()
+        self.told = device.pinned(2, _COUNT, rows, dtype=torch.int32)
+        self.found = device.pinned(2, rows + 1, dtype=torch.int32)
+        self._staged = device.pinned(2, rows, max_pages, dtype=torch.int32)
+        self._host, self._host_found, self._host_staged = self.told.numpy(), self.found.numpy(), self._staged.numpy()
+        self._sent = np.zeros((rows, max_pages), dtype=np.int32)
         self._known = [0] * rows
-        self._filled = rows
-        self._device = torch.full((4, rows), -1, dtype=torch.int32, device=place)
-        self._device[_IDS] = 0
-        self.ids, self.contexts = self._device[_IDS], self._device[_CONTEXTS]
-        self.slots, self.state_rows = self._device[_SLOTS], self._device[_ROWS]
+        self._launched = 0
+        self._running: list[Moment | None] = [None, None]
+        self.tables = torch.full((_COUNT, rows), -1, dtype=torch.int32, device=place)
+        self.tables[_IDS] = 0
+        self.ids, self.contexts = self.tables[_IDS], self.tables[_CONTEXTS]
+        self.slots, self.state_rows, self.rows_out = self.tables[_SLOTS], self.tables[_ROWS], self.tables[_ROWS_OUT]
+        self.best = torch.zeros(rows, dtype=torch.int32, device=place)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=place)
         self.pages = torch.zeros(rows, max_pages, dtype=torch.int32, device=place)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=place)
 
+    @property
+    def beginning(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the kernel `begin` takes."""
+        return self.told, self.best, self.turn, self.tables, self.found
+
     def fill(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice]) -> None:
-        """tokens: int64 [len(seqs)], one for each sequence. The device must be done with the step before."""
-        host = self._host
+        """For the next step. tokens: int64 [len(seqs)], one for each sequence; −1 − r: what the step before it finds best in
+        its row r. Waits until the step before that is over."""
+        side = (self._launched + 1) & 1
+        running = self._running[side]
+        if running is not None:
+            running.wait()
+        host = self._host[side]
         for index, (seq, token) in enumerate(zip(seqs, tokens.tolist(), strict=True)):
             page, offset = divmod(seq.context, self.page_size)
             pages = seq.page_table.numpy()
-            host[:, index] = token, seq.context, int(pages[page]) * self.page_size + offset, seq.state_row
-            self._fill_pages(index, pages)
-        host[_IDS, len(seqs) : self._filled] = 0
-        host[_IDS + 1 :, len(seqs) : self._filled] = -1
-        self._filled = len(seqs)
+            row_out = seq.state_row if seq.row_out < 0 else seq.row_out
+            host[:, index] = token, seq.context, int(pages[page]) * self.page_size + offset, seq.state_row, row_out
+            self._fill_pages(side, index, pages)
+        host[_IDS, len(seqs) :] = 0
+        host[_IDS + 1 :, len(seqs) :] = -1
 
-    def send(self) -> None:
-        """Copy what `fill` wrote to the device: part of a step's graph, so that it costs no launch of its own."""
-        self._device.copy_(self._pinned, non_blocking=True)
+    def launched(self, moment: Moment) -> int:
+        """The step that was filled for has been launched, and is over at this moment. Returns its number."""
+        self._launched += 1
+        self._running[self._launched & 1] = moment
+        return self._launched
 
-    def _fill_pages(self, index: int, pages: np.ndarray) -> None:
-        have, count = self._host_pages[index], len(pages)
-        if self._known[index] >= count and (have[:count] == pages).all():
+    def chosen(self, number: int, count: int) -> list[int]:
+        """Logits.best of the first `count` rows of a step that is over, of the last two that were launched."""
+        found = self._host_found[number & 1]
+        if int(found[-1]) & 0xFFFFFFFF != number & 0xFFFFFFFF:
+            raise DeviceError(f"decode step {number} left the results of step {int(found[-1])}")
+        return found[:count].tolist()
+
+    def holds_pages(self, index: int, pages: np.ndarray) -> bool:
+        """Whether row `index` was told these pages last, or more behind them."""
+        count = len(pages)
+        return self._known[index] >= count and bool((self._sent[index, :count] == pages).all())
+
+    def _fill_pages(self, side: int, index: int, pages: np.ndarray) -> None:
+        if self.holds_pages(index, pages):
             return
-        have[:count] = pages
+        count = len(pages)
+        self._sent[index, :count] = pages
         self._known[index] = count
-        self.pages[index, :count].copy_(self._pinned_pages[index, :count], non_blocking=True)
+        self._host_staged[side, index, :count] = pages
+        self.pages[index, :count].copy_(self._staged[side, index, :count], non_blocking=True)

@@ -61,9 +61,11 @@ class StateStore:
         device: Device | None = None,
         room: int | None = None,
         memory: torch.Tensor | None = None,
+        spare: int = 0,
     ) -> None:
         """device: where the pools lie; None = host memory, laid out for the CPU kernels. room: pages that there may be later,
-        with memory, uint8, for their keys and values; the bytes of pages that there are not yet are not touched."""
+        with memory, uint8, for their keys and values; the bytes of pages that there are not yet are not touched. spare: rows
+        beside `rows`, for take_spare()."""
         self.page_size = page_size
         self._device = device
         self._arrivals: Arrivals | None = None
@@ -71,7 +73,7 @@ class StateStore:
         self.take: Callable[[int], np.ndarray] = _ordinary
         """Where copies on the host lie: uint8 [nbytes], of memory that the device writes by itself if there is such."""
         self.recurrent = bool(spec.delta_layers)
-        rows = rows if self.recurrent else 0
+        rows, spare = (rows + spare, spare) if self.recurrent else (0, 0)
         if device is None:
             self.kv, self.states = KvPools(spec, pages, page_size), RecurrentPools(spec, rows)
         else:
@@ -80,6 +82,8 @@ class StateStore:
             self.kv, self.states = device_pools(spec, most, page_size, rows, device, arrivals, memory)
         self.pages = RefAllocator(pages, OutOfPages, room)
         self.rows = RefAllocator(rows, OutOfRows)
+        self._spare = self.rows.take(spare).tolist()
+        self.total_rows = rows - spare
         self.holds: dict[HoldId, Held] = {}
         self.layout = StateLayout(self.kv.token_bytes, self.states.components if rows else (), spec.vocab_size)
         self._next_hold = 1
@@ -176,6 +180,19 @@ class StateStore:
         self.rows.release(ids)
         if self._poison:
             self.states.fill(ids, float("nan"))
+
+    def take_spare(self) -> int | None:
+        """A row for the state one token further on, whose borrower may use it in the place of the one it has, and gives either
+        back. NO_ROW for a pure attention model; None: all are lent."""
+        if not self.recurrent:
+            return NO_ROW
+        return self._spare.pop() if self._spare else None
+
+    def return_spare(self, row: int) -> None:
+        if row != NO_ROW:
+            self._spare.append(row)
+            if self._poison:
+                self.states.fill(np.array([row], dtype=np.int32), float("nan"))
 
     # ── holds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,7 +349,7 @@ class StateStore:
         """Assert that free + held + running = total and that every reference count is explained. For tests."""
         held = [*self.holds.values(), *pins, *self._departures.sources()]
         self.pages.check([*(t.pages for t in tables), *(h.pages for h in held)])
-        used = [r for r in (*rows, *(h.row for h in held)) if r != NO_ROW]
+        used = [r for r in (*rows, *self._spare, *(h.row for h in held)) if r != NO_ROW]
         self.rows.check([np.array([r], dtype=np.int32) for r in used])
 
 

@@ -87,7 +87,8 @@ class RecurrentPools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What a pass gives. rows: f32 [n, vocab_size], which the model may write again in its next pass: copy what is kept.
+    """What a pass gives. rows: f32 [n, vocab_size], which the model may write again in its next pass: copy what is kept. Of no
+    width where the model looks ahead, and has begun to write them again.
 
     best: for each row the index of its largest value, the lowest of several, or −1 if it holds NaN or infinity; None if
     nobody has looked.
@@ -132,6 +133,17 @@ class Staged(Protocol):
 
     def set_beside(self, callback: Callable[[], None]) -> None:
         """Call it in each forward() of single tokens, while the device computes."""
+        ...
+
+    def look_ahead(self, batch: ForwardBatch | None) -> None:
+        """Of the next forward(), which is of single tokens: what the one after it is expected to be asked for. The device may
+        begin with it before anybody has read what comes before it. None: what was begun so is not to be used, whatever comes.
+
+        batch: single tokens. A token id of −1 − r: what row r of the next forward() finds best; every sequence has a row_out
+        of its own, unless the model has no recurrent state, and pages for its token. What a forward() computes does not depend
+        on it, but its logits have no rows, only the best of each. If something else is asked for then, what was begun leaves
+        nothing behind but keys and values at positions that are not computed yet, and what lies in row_out.
+        """
         ...
 
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:

@@ -200,8 +200,8 @@ class Scheduler:
         self.store.release_pages(seq.table.pages)
         for row in (seq.row, *seq.cut_rows):
             self.store.release_row(row)
-        seq.table, seq.row, seq.loading = None, NO_ROW, None
-        seq.cut_rows.clear()
+        self.store.return_spare(seq.ahead_row)
+        seq.vacate()
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting request its row and pages for all its tokens, if they can be had, and let it run.
@@ -378,7 +378,7 @@ class Scheduler:
         before, self.cuts_skipped = self.cuts_skipped, self.cuts_skipped + count
         # Told when their number has doubled: a context of a thousand tool results skips some in each of its chunks.
         if before.bit_length() < self.cuts_skipped.bit_length():
-            log.warning("cuts skipped all=%d held=%d rows=%d", self.cuts_skipped, len(self.store.holds), self.store.rows.total)
+            log.warning("cuts skipped all=%d held=%d rows=%d", self.cuts_skipped, len(self.store.holds), self.store.total_rows)
 
     def take_starved(self) -> list[Sequence]:
         """The starved requests, once; those that found room after all are left out."""

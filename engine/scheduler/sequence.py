@@ -28,11 +28,15 @@ class Sequence:
     cut_rows: recurrent rows beside `row` that belong to this request until a hold takes them over.
     busy_to: end of the slice that an open pass is computing, 0 if none is: until then its state is neither before nor after the
     slice, and it must stay where it is.
+    ahead_row: takes the recurrent state of the token after, beside `row`; the two change places with every token then.
+    ahead: the step for its next token may have been begun, and nothing has touched what it rests on since.
     loading: `restore` on its way into the pages, None when it is there; until then nothing of it is computed or held.
     """
 
     __slots__ = (
         "_buffer",
+        "ahead",
+        "ahead_row",
         "busy_to",
         "computed",
         "cut_rows",
@@ -79,7 +83,14 @@ class Sequence:
         self.table: PageTable | None = None
         self.row = NO_ROW
         self.cut_rows: list[int] = []
+        self.ahead_row = NO_ROW
+        self.ahead = False
         self.loading: Loading | None = None
+
+    def vacate(self) -> None:
+        """Its pages and rows belong to others now."""
+        self.table, self.row, self.ahead_row, self.ahead, self.loading = None, NO_ROW, NO_ROW, False, None
+        self.cut_rows.clear()
 
     @property
     def tokens(self) -> np.ndarray:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.gpu import summary
 from benchmarks.gpu.__main__ import MORE_TO_DO, main
-from benchmarks.gpu.bench import ARMS, HYBRID, TINY_SIZES, WHOLE, Bench, Sizes, one_lane
+from benchmarks.gpu.bench import ARMS, ASKED, HYBRID, TINY_SIZES, WHOLE, Bench, Sizes, one_lane
 from benchmarks.gpu.calibration import parts
 from benchmarks.gpu.checkpoint import make
 from benchmarks.gpu.geometry import TINY
@@ -219,15 +219,18 @@ def test_arms_switch_while_a_stream_decodes(directory):
     one = bench(directory)
     with one.engine("programmed", 0.5) as running:
         player, pool = Player(running.engine), running.pool
-        stream = player.start([3], 40)
+        stream = player.start([3], 50)
         player.until(stream, 2)
         moved = {}
-        for arm in ("cpu", "fetch", "hybrid, no overlap"):
+        for arm in ("cpu", "fetch", "hybrid, no overlap", "auto" + ASKED):
             running.arms.use(arm)
             before = pool.totals()
-            player.until(stream, len(stream.tokens) + 10)
+            player.until(stream, len(stream.tokens) + 1)  # the newest step may have been begun already
+            used = running.arms.model.steps.used_ahead
+            player.until(stream, len(stream.tokens) + 9)
             moved[arm] = tuple(b - a for a, b in zip(before, pool.totals(), strict=True))
             assert running.arms.device.overlap is ("no overlap" not in arm)
+            assert (running.arms.model.steps.used_ahead == used) is (ASKED in arm)
         player.stop()
     assert moved["cpu"][0] == 0
     assert moved["fetch"][1] == 0

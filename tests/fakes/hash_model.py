@@ -7,7 +7,7 @@ the logits NaN. `expected_tokens` computes the same from the token list alone, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ class HashModel:
                 context = self._context(kv, pages, position + 1)
                 bad = broken or bool(np.isnan(context).any())
                 out[seq.start + offset] = np.full(VOCAB, np.nan, np.float32) if bad else _logits(context, state.digest())
-        self._store(state, states, seq.state_row, broken)
+        self._store(state, states, seq.state_row if seq.row_out < 0 else seq.row_out, broken)
 
     @staticmethod
     def _store(state: _State, states: RecurrentPools, row: int, broken: bool) -> None:
@@ -209,21 +209,58 @@ def expected_tokens(prompt: list[int], count: int, spec: ModelSpec | None = None
 
 class StagedHashModel(HashModel):
     """The same in passes of several stages. Until the last one the state of a pass's sequences is NaN: nobody may read it, and
-    nobody may move it."""
+    nobody may move it. Steps that it is told to expect are computed before they are asked for; used_ahead: those asked for
+    then."""
 
     def __init__(self, spec: ModelSpec, stages: int = 2) -> None:
         super().__init__(spec)
         self._stages = stages
         self._beside: Callable[[], None] = lambda: None
+        self._expected: ForwardBatch | None = None
+        self._ahead: tuple[object, Logits] | None = None
+        self.used_ahead = 0
 
     def set_beside(self, callback: Callable[[], None]) -> None:
         self._beside = callback
 
+    def look_ahead(self, batch: ForwardBatch | None) -> None:
+        self._expected = batch
+        if batch is None:
+            self._ahead = None
+
     def forward(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Logits:
+        if not all(seq.length == 1 for seq in batch.seqs):
+            return super().forward(batch, kv, states)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == _asked(batch):
+            # Nothing is computed again: what was written then has to be there still.
+            self.used_ahead += 1
+            self.forwards.append([(s.context, s.length) for s in batch.seqs])
+            rows = ahead[1].rows
+            for seq in batch.seqs:
+                for cut in seq.cuts:
+                    for pool in (*states.delta, *states.conv):
+                        pool[cut.dest_row] = pool[seq.row_out]
+        else:
+            rows = super().forward(batch, kv, states).rows
+        best = [int(row.argmax()) if bool(row.isfinite().all()) else -1 for row in rows]
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self._run_ahead(expected, best, kv, states)
+        self._beside()
+        return Logits(rows[:, :0] if expected is not None else rows, best)
+
+    def _run_ahead(self, expected: ForwardBatch, best: list[int], kv: KvPools, states: RecurrentPools) -> None:
+        """At once, whoever may still say that it was not wanted."""
+        tokens = torch.tensor([best[-1 - code] if code < 0 else code for code in expected.token_ids.tolist()])
+        assert all(seq.length == 1 and not seq.cuts for seq in expected.seqs)
+        assert not self.spec.delta_layers or all(seq.row_out >= 0 and seq.row_out != seq.state_row for seq in expected.seqs)
+        if self.raise_token in tokens.tolist() or bool((tokens < 0).any()):
+            return
+        batch = replace(expected, token_ids=tokens)
         logits = super().forward(batch, kv, states)
-        if all(seq.length == 1 for seq in batch.seqs):
-            self._beside()
-        return logits
+        self.forwards.pop()
+        self._ahead = _asked(batch), logits
 
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         raise AssertionError("only a CUDA device is rehearsed on")
@@ -233,6 +270,11 @@ class StagedHashModel(HashModel):
 
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> _StagedPass:
         return _StagedPass(self, batch, kv, states, self._stages)
+
+
+def _asked(batch: ForwardBatch) -> object:
+    where = [(s.context, s.state_row, s.row_out, s.page_table.tolist()) for s in batch.seqs]
+    return batch.token_ids.tolist(), where
 
 
 class _StagedPass:

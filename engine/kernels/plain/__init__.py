@@ -12,7 +12,7 @@ from __future__ import annotations
 from engine.kernels.plain.admission import admit, union
 from engine.kernels.plain.attention import attend_prepare, decode_attention, decode_scratch, prefill_attention
 from engine.kernels.plain.delta import conv, delta
-from engine.kernels.plain.dense import add_norm, gated_norm, gather, greedy, linear, merge, silu_mul
+from engine.kernels.plain.dense import add_norm, begin, gated_norm, gather, greedy, linear, merge, silu_mul
 from engine.kernels.plain.experts import bank_experts, group, grouped_experts, route, slot_experts
 from engine.kernels.plain.handoff import fetch, publish, stamp, wait_reply
 
@@ -21,6 +21,7 @@ __all__ = [
     "admit",
     "attend_prepare",
     "bank_experts",
+    "begin",
     "conv",
     "decode_attention",
     "decode_scratch",

@@ -11,8 +11,9 @@ Tensor = torch.Tensor
 
 
 def gather(table: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Rows of table [V, H] in f32. ids: int32 [T]."""
-    out.copy_(table[ids.long()])
+    """Rows of table [V, H] in f32, zeros for a negative id. ids: int32 [T]."""
+    out.copy_(table[ids.clamp(min=0).long()])
+    out[ids < 0] = 0
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -38,10 +39,23 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor)
     out.copy_(reference.rms_norm(x.float(), weight, eps, gate))
 
 
-def greedy(logits: Tensor, best: Tensor) -> None:
-    """best int32 [T]: the index of the largest of logits f32 [T, V], the lowest of several; -1 where a value is NaN or
-    infinite."""
-    best.copy_(torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1))
+def begin(told: Tensor, best: Tensor, turn: Tensor, tables: Tensor, found: Tensor) -> None:
+    """What a decode step begins with: turn += 1; tables int32 [n, R] = told[turn & 1], where a token ([0]) of −1 − r becomes
+    best[r]; found[turn & 1, R] = turn. See gpu/tables.py."""
+    turn += 1
+    now = int(turn)
+    tables.copy_(told[now & 1])
+    tokens = tables[0]
+    tokens.copy_(torch.where(tokens < 0, best[torch.where(tokens < 0, -1 - tokens, 0).long()], tokens))
+    found[now & 1, -1] = now
+
+
+def greedy(logits: Tensor, turn: Tensor, best: Tensor, found: Tensor) -> None:
+    """best[r] and found[turn & 1, r]: the index of the largest of logits f32 [R, V] in row r, the lowest of several; -1 where a
+    value is NaN or infinite."""
+    chosen = torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).int()
+    best[: len(chosen)] = chosen
+    found[int(turn) & 1, : len(chosen)] = chosen
 
 
 def merge(

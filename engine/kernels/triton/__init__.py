@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from engine.kernels.triton.admission import admit, union
 from engine.kernels.triton.attention import decode_attention, decode_scratch, prefill_attention
+from engine.kernels.triton.begin import begin
 from engine.kernels.triton.conv import conv
 from engine.kernels.triton.delta import delta
 from engine.kernels.triton.fetch import fetch
@@ -28,6 +29,7 @@ __all__ = [
     "admit",
     "attend_prepare",
     "bank_experts",
+    "begin",
     "conv",
     "decode_attention",
     "decode_scratch",

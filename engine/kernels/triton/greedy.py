@@ -29,25 +29,30 @@ def _best_of_blocks(logits, tops, firsts, n, blocks, l_row, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _best_of_rows(tops, firsts, best, n, blocks, BLOCKS: tl.constexpr):
+def _best_of_rows(tops, firsts, turn, best, found, n, blocks, f_row, BLOCKS: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     top = tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf"))
     first = tl.load(firsts + row * blocks + block, mask=block < blocks, other=n)
     lowest = tl.min(tl.where(top == tl.max(top, 0), first, n), 0)
-    tl.store(best + row, tl.where(tl.min(first, 0) < 0, -1, lowest))
+    chosen = tl.where(tl.min(first, 0) < 0, -1, lowest)
+    tl.store(best + row, chosen)
+    tl.store(found + (tl.load(turn) & 1) * f_row + row, chosen)
 
 
-def greedy(logits: torch.Tensor, best: torch.Tensor) -> None:
-    """best[r] = the index of the largest of logits[r], the lowest of several; -1 where a value is NaN or infinite.
+def greedy(logits: torch.Tensor, turn: torch.Tensor, best: torch.Tensor, found: torch.Tensor) -> None:
+    """best[r] = found[turn & 1, r] = the index of the largest of logits[r], the lowest of several; -1 where a value is NaN or
+    infinite.
 
-    logits: f32 [R, n]. best: int32 [R], may be mapped host memory.
+    logits: f32 [R, n]. turn: int32 [1]. best: int32 [≥ R]. found: int32 [2, ≥ R], may be mapped host memory.
     """
     rows, n = logits.shape
-    if best.shape != (rows,):
-        raise ShapeMismatch(f"greedy of {list(logits.shape)} into {list(best.shape)}")
+    if len(best) < rows or found.shape[0] != 2 or found.shape[1] < rows:
+        raise ShapeMismatch(f"greedy of {list(logits.shape)} into {list(best.shape)} and {list(found.shape)}")
     block = min(config.GREEDY_BLOCK, config.power(n))
     blocks = config.blocks(n, block)
     tops = workspace("greedy", rows * blocks, torch.float32, logits)
     firsts = workspace("greedy", rows * blocks, torch.int32, logits)
     launch(_best_of_blocks, (rows, blocks), logits, tops, firsts, n, blocks, logits.stride(0), BLOCK=block)
-    launch(_best_of_rows, (rows,), tops, firsts, best, n, blocks, BLOCKS=config.power(blocks))
+    launch(
+        _best_of_rows, (rows,), tops, firsts, turn, best, found, n, blocks, found.stride(0), BLOCKS=config.power(blocks),
+    )  # fmt: skip

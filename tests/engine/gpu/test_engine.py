@@ -170,6 +170,6 @@ def test_graphs_are_captured_before_the_first_request_and_touch_no_state(checkpo
     directory, _ = checkpoint
     with engine_on(directory, slots=6) as engine:
         model = engine.model
-        assert sorted(model._graphs) == [(rows, reads) for rows in (1, 2, 4, 6) for reads in (Reads.NOTHING, Reads.WHOLE)]  # type: ignore[attr-defined]
+        assert sorted(model.steps.graphs) == [(rows, reads) for rows in (1, 2, 4, 6) for reads in (Reads.NOTHING, Reads.WHOLE)]  # type: ignore[attr-defined]
         assert all(bool(pool.isnan().all()) for pool in (*engine.store.kv.k, *engine.store.states.delta))
         assert model.experts.totals() == (0, 0, 0, 0)  # type: ignore[attr-defined]

@@ -8,7 +8,8 @@ import torch
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.errors import DeviceError
-from engine.gpu.model import GpuModel, device_errors, graph_sizes
+from engine.gpu.model import GpuModel, device_errors
+from engine.gpu.steps import graph_sizes
 from engine.moe.dispatch import fetch_table
 from tests.engine.checkpoints import Lane, pools, step
 from tests.engine.gpu.models import (
@@ -108,7 +109,7 @@ def test_one_graph_serves_every_step_of_a_size_and_padding_changes_nothing(tmp_p
         before = [pool[[3, 4, 5, 6, 7]].clone() for pool in (*own.delta, *own.conv)]
         for turn in range(4):
             step(model, own, [(lane, tokens(1, turn)) for lane in lanes])
-        assert [rows for rows, _ in model._graphs] == [4]
+        assert [rows for rows, _ in model.steps.graphs] == [4]
         after = [pool[[3, 4, 5, 6, 7]] for pool in (*own.delta, *own.conv)]
         for was, now in zip(before, after, strict=True):
             assert torch.equal(was.nan_to_num(7.0), now.nan_to_num(7.0))

@@ -67,7 +67,7 @@ def test_slots_shrink_by_a_quarter_and_grow_again_while_a_stream_decodes(checkpo
     directory, model = checkpoints(model_type, device)
     ids = prompt(5, 20)
     with engine_on(directory, device, slots=SLOTS, kv_tokens=640) as engine:
-        graphs = dict(engine.model._graphs)  # type: ignore[attr-defined]
+        graphs = dict(engine.model.steps.graphs)  # type: ignore[attr-defined]
         engine.submit(request("a", ids, 36))
         log, seen = Log(), set()
         for turn in range(6):
@@ -81,7 +81,7 @@ def test_slots_shrink_by_a_quarter_and_grow_again_while_a_stream_decodes(checkpo
         assert log.tokens["a"] == golden(model, ids, 36)
         assert {slots for slots, _ in seen} == {SLOTS, SLOTS * 3 // 4}
         assert len({pages for _, pages in seen}) == 2
-        assert engine.model._graphs == graphs  # type: ignore[attr-defined]
+        assert engine.model.steps.graphs == graphs  # type: ignore[attr-defined]
         release_all(engine)
 
 

@@ -1,0 +1,89 @@
+"""What the step after the next one will probably be asked for, so that the device can begin with it before the host has read
+the tokens of the one before it. Chooses nothing that anybody sees: a step that was begun for nothing is only time.
+
+A sequence that may run ahead has a second recurrent row, and the two change places with every token: the state before a token
+that nobody has seen yet is still there when it turns out that the sequence ends, is held, or goes on otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch, SeqSlice
+from engine.kvcache.store import NO_ROW, StateStore
+from engine.models.base import Staged
+from engine.scheduler.scheduler import Slice
+
+
+class Ahead:
+    """One per engine whose model can do it. on: whether it is done at all."""
+
+    def __init__(self, model: Staged, store: StateStore, max_context: int) -> None:
+        self._model, self._store, self._max_context = model, store, max_context
+        self.on = True
+
+    def before(self, slices: Sequence[Slice], alone: bool) -> None:
+        """Before the batch of a pass over single tokens is made: tell the model what may follow. alone: no other is open."""
+        if not all(part.seq.ahead for part in slices):
+            self._model.look_ahead(None)  # begun for what has been moved since, or for others
+        following = self._following(slices) if self.on and alone else []
+        for index, part in enumerate(slices):
+            part.seq.ahead = index in following
+        if following:
+            self._model.look_ahead(self._batch(slices, following))
+
+    @staticmethod
+    def after(slices: Sequence[Slice]) -> None:
+        """After that pass: states lie where row_out() said."""
+        for part in slices:
+            seq = part.seq
+            if row_out(part) != NO_ROW:
+                seq.row, seq.ahead_row = seq.ahead_row, seq.row
+
+    def _following(self, slices: Sequence[Slice]) -> list[int]:
+        """Which of these sequences will have a further token in the next step; none if that cannot be known, or has no room."""
+        if not all(part.decode and part.seq.sampler.plain_greedy for part in slices):
+            return []
+        going_on = [index for index, part in enumerate(slices) if self._goes_on(part)]
+        return going_on if all(self._has_room(slices[index]) for index in going_on) else []
+
+    def _batch(self, slices: Sequence[Slice], following: Sequence[int]) -> ForwardBatch:
+        seqs: list[SeqSlice] = []
+        for at, index in enumerate(following):
+            seq, end = slices[index].seq, slices[index].end
+            assert seq.table is not None
+            pages = seq.table.view(-(-(end + 1) // self._store.page_size))
+            # The rows as they will lie: what is written before it is read here.
+            row, spare = (seq.ahead_row, seq.row) if seq.ahead_row != NO_ROW else (seq.row, NO_ROW)
+            seqs.append(SeqSlice(at, 1, end, pages, row, False, (), spare))
+        tokens, last = np.array(following, dtype=np.int64), np.arange(len(seqs), dtype=np.int64)
+        positions = np.array([seq.context for seq in seqs], dtype=np.int64)
+        return ForwardBatch(torch.from_numpy(-1 - tokens), torch.from_numpy(positions), tuple(seqs), torch.from_numpy(last))
+
+    def _goes_on(self, part: Slice) -> bool:
+        """As far as lengths say."""
+        seq = part.seq
+        return seq.output_length + 1 < seq.request.sampling.max_tokens and seq.length + 1 < self._max_context
+
+    def _has_room(self, part: Slice) -> bool:
+        """In its own last page, and beside its row."""
+        table, store = part.seq.table, self._store
+        assert table is not None
+        if table.borrowed_tail or table.count * store.page_size <= part.end:
+            return False
+        if not store.recurrent or part.seq.ahead_row != NO_ROW:
+            return True
+        row = store.take_spare()
+        if row is None:
+            return False
+        part.seq.ahead_row = row
+        return True
+
+
+def row_out(part: Slice) -> int:
+    """The row that takes the state after this slice while the sequence's own keeps the one before it; NO_ROW: its own takes
+    it."""
+    return part.seq.ahead_row if part.decode else NO_ROW
