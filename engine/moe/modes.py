@@ -1,35 +1,46 @@
 """Whether decode misses are shared between link and CPU or go one way only, by what steps were seen to take. Integers only.
 
 The cost model can be wrong about a machine: so each way is tried for a short window now and then, and the fastest one is used.
-The difference must be clear, since switching costs a colder cache.
+One window says little where ways are nearly as fast, so those are tried again until that is known, and more often later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Mode = Literal["hybrid", "fetch", "cpu"]
-MODES: tuple[Mode, ...] = ("hybrid", "fetch", "cpu")
+Mode = Literal["hybrid", "whole", "cpu", "fetch"]
+"""whole: shared like hybrid, but by whole experts only."""
+MODES: tuple[Mode, ...] = ("hybrid", "whole", "cpu", "fetch")
 WINDOW_STEPS = 32
+SETTLE_STEPS = 2
+"""First steps of a mode that do not count: they may have been launched in the one before."""
+SURE_WINDOWS = 3
+"""Windows of a mode after which its time is believed."""
 TRY_EVERY = 32
 """Windows between two tries of another mode: 1 step in 32 is spent on it while the modes are far apart."""
-CLEAR_PERMILLE = 970
-"""Another mode must take at most this much of the time."""
+TRY_NEAR_EVERY = 8
+NEAR_PERMILLE = 1080
+"""Modes that take at most this much of the best one's time are tried more often, which costs a hundredth at most."""
+CLEAR_PERMILLE = 985
+"""Another mode must take at most this much of the time, since switching costs a colder cache."""
 DROP_PERMILLE = 1300
 """A mode seen to be slower than this is tried a quarter as often."""
 
 
 @dataclass(slots=True)
 class ModeChoice:
-    """One per batch size class: a batch of four misses other experts than one token does."""
+    """One per batch size class: a batch of four misses other experts than one token does. modes: to choose from."""
 
     mode: Mode = "hybrid"
+    modes: Sequence[Mode] = MODES
     ns: dict[Mode, int] = field(default_factory=dict)
-    """Nanoseconds of a step, newest windows weigh a third."""
+    """Nanoseconds of a step: the mean of the first windows, then newest windows weigh a third."""
     windows: int = 0
     _trying: Mode | None = None
     _seen: list[int] = field(default_factory=list)
+    _measured: dict[Mode, int] = field(default_factory=dict)
     _tried: int = 0
 
     @property
@@ -40,26 +51,41 @@ class ModeChoice:
     def record(self, step_ns: int) -> bool:
         """A step of the current mode took this long. True if `current` has changed."""
         self._seen.append(step_ns)
-        if len(self._seen) < WINDOW_STEPS:
+        if len(self._seen) < WINDOW_STEPS + SETTLE_STEPS:
             return False
-        before, middle = self.current, sorted(self._seen)[WINDOW_STEPS // 2]
+        before = self.current
+        self._take(before, sorted(self._seen[SETTLE_STEPS:])[WINDOW_STEPS // 2])
         self._seen.clear()
-        old = self.ns.get(before)
-        self.ns[before] = middle if old is None else (2 * old + middle) // 3
         self.windows += 1
-        self._trying = None
-        best = min(self.ns, key=lambda mode: (self.ns[mode], MODES.index(mode)))
+        best = min(self.ns, key=lambda mode: (self.ns[mode], self.modes.index(mode)))
         if self.ns[best] * 1000 <= self.ns.get(self.mode, self.ns[best]) * CLEAR_PERMILLE:
             self.mode = best
-        unknown: list[Mode] = [mode for mode in MODES if mode not in self.ns]
-        if unknown:
-            self._trying = unknown[0]
-        elif self.windows % TRY_EVERY == 0:
-            self._trying = self._next_try()
+        self._trying = self._next_try()
         return self.current != before
 
+    def _take(self, mode: Mode, ns: int) -> None:
+        count = self._measured[mode] = self._measured.get(mode, 0) + 1
+        weight = min(count, SURE_WINDOWS)
+        self.ns[mode] = ((weight - 1) * self.ns.get(mode, 0) + ns) // weight
+
     def _next_try(self) -> Mode | None:
-        others: list[Mode] = [mode for mode in MODES if mode != self.mode]
+        """None: go on with the best."""
+        unknown: list[Mode] = [mode for mode in self.modes if mode not in self.ns]
+        if unknown:
+            return unknown[0]
+        near: list[Mode] = [mode for mode in self.modes if self.ns[mode] * 1000 <= min(self.ns.values()) * NEAR_PERMILLE]
+        unsure: list[Mode] = [mode for mode in near if self._measured[mode] < SURE_WINDOWS]
+        if len(near) > 1 and unsure:
+            return min(unsure, key=lambda mode: self._measured[mode])
+        others: list[Mode] = [mode for mode in near if mode != self.mode]
+        if others and self.windows % TRY_NEAR_EVERY == 0 and self.windows % TRY_EVERY:
+            return min(others, key=lambda mode: self._measured[mode])
+        return None if self.windows % TRY_EVERY else self._far_try()
+
+    def _far_try(self) -> Mode | None:
+        others: list[Mode] = [mode for mode in self.modes if mode != self.mode]
+        if not others:
+            return None
         self._tried += 1
         mode: Mode = others[self._tried % len(others)]
         hopeless = self.ns[mode] * 1000 > self.ns[self.mode] * DROP_PERMILLE

@@ -51,16 +51,23 @@ class MissSplit:
     def mode(self, rows: int) -> Mode:
         """What the next step of this many rows uses."""
         if self._mode == "auto":
-            return self._choices.setdefault(rows, ModeChoice()).current
+            return self._choice(rows).current
         return self._mode
+
+    def _choice(self, rows: int) -> ModeChoice:
+        if rows not in self._choices:
+            shared = ("hybrid", "whole") if self.divides else ("hybrid",)
+            self._choices[rows] = ModeChoice(modes=(*shared, "cpu", "fetch"))
+        return self._choices[rows]
 
     def table(self, mode: Mode, rows: int) -> tuple[Division, ...]:
         """Of m misses of a layer, how many are fetched, and how many inner rows of each other one the device takes from the
         CPU; the last entry serves every larger m."""
         if self._fixed is not None:
             return self._fixed
-        if mode == "hybrid":
-            return divisions(self.rates, self._record_bytes, self._most, rows * self._top_k, self._inter)
+        if mode in ("hybrid", "whole"):
+            inter = self._inter if mode == "hybrid" else 0
+            return divisions(self.rates, self._record_bytes, self._most, rows * self._top_k, inter)
         return tuple((m, 0) for m in range(self._most + 1)) if mode == "fetch" else ((0, 0),)
 
     def stepped(self, rows: int, step_ns: int) -> bool:
@@ -68,7 +75,7 @@ class MissSplit:
         if self._fixed is not None:
             return False
         if self._mode == "auto":
-            choice = self._choices.setdefault(rows, ModeChoice())
+            choice = self._choice(rows)
             before = choice.mode
             choice.record(step_ns)
             if choice.mode != before:

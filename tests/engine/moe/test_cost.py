@@ -252,9 +252,9 @@ def test_the_fastest_mode_wins_and_others_cost_little(best):
 
 
 def test_a_mode_that_becomes_faster_is_found_again():
-    choice, _ = simulate({"hybrid": 1000, "fetch": 1200, "cpu": 1200}, 40)
+    choice, _ = simulate({"hybrid": 1000, "whole": 1300, "fetch": 1200, "cpu": 1200}, 40)
     assert choice.mode == "hybrid"
-    times = {"hybrid": 1500, "fetch": 1000, "cpu": 1200}
+    times = {"hybrid": 1500, "whole": 1500, "fetch": 1000, "cpu": 1200}
     for _ in range(200 * WINDOW_STEPS):
         choice.record(times[choice.current])
     assert choice.mode == "fetch"

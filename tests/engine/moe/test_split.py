@@ -39,10 +39,10 @@ def test_a_refit_is_due_now_and_then_and_never_with_a_fixed_table():
 def test_batch_sizes_choose_for_themselves():
     made = split()
     for _ in range(20 * WINDOW_STEPS):
-        made.stepped(1, {"hybrid": 1000, "fetch": 700, "cpu": 1500}[made.mode(1)])
-        made.stepped(4, {"hybrid": 1000, "fetch": 1500, "cpu": 700}[made.mode(4)])
-    assert made._choices[1].mode == "fetch"
-    assert made._choices[4].mode == "cpu"
+        made.stepped(1, {"hybrid": 1000, "whole": 1100, "fetch": 700, "cpu": 1500}[made.mode(1)])
+        made.stepped(4, {"hybrid": 1000, "whole": 1100, "fetch": 1500, "cpu": 700}[made.mode(4)])
+        made.stepped(2, {"hybrid": 1000, "whole": 900, "fetch": 1500, "cpu": 1200}[made.mode(2)])
+    assert [made._choices[rows].mode for rows in (1, 2, 4)] == ["fetch", "whole", "cpu"]
 
 
 @pytest.mark.parametrize(("mode", "table"), [("fetch", tuple((m, 0) for m in range(33))), ("cpu", ((0, 0),))])
@@ -58,6 +58,18 @@ def test_only_experts_that_may_be_divided_are():
     assert any(taken for _, taken in split("hybrid").table("hybrid", 1))
     assert not any(taken for _, taken in split("hybrid", inter=0).table("hybrid", 1))
     assert not any(taken for _, taken in MissSplit(ASSUMED, 6_000_000, 8, 4, "hybrid", 512).table("hybrid", 1))
+    assert split("hybrid").table("whole", 1) == split("hybrid", inter=0).table("hybrid", 1)
     assert [split(mode).divides for mode in ("auto", "hybrid", "fetch", "cpu")] == [True, True, False, False]
     assert not split(inter=0).divides
     assert not MissSplit(ASSUMED, 6_000_000, 8, 4, "hybrid", 512).divides
+
+
+def test_whole_experts_are_a_mode_of_their_own_only_where_experts_may_be_divided():
+    seen: dict[int, set[str]] = {}
+    for inter in (512, 0):
+        made = split(inter=inter)
+        seen[inter] = set()
+        for _ in range(8 * WINDOW_STEPS):
+            seen[inter].add(made.mode(1))
+            made.stepped(1, 1000)
+    assert seen == {512: {"hybrid", "whole", "cpu", "fetch"}, 0: {"hybrid", "cpu", "fetch"}}
