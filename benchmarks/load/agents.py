@@ -74,15 +74,29 @@ class Session:
         self._port = port
         self._corpus = corpus
         self._rng = rng
-        self._behaviour = behaviour
+        self.behaviour = behaviour
         self._most_context = most_context
         self._socket: Socket | None = None
         self._chain: list[tuple[str, int]] = []
         self.busy = False
 
+    @property
+    def length(self) -> int:
+        """Tokens of its context."""
+        return self._chain[-1][1] if self._chain else 0
+
+    @property
+    def answers(self) -> int:
+        """Turns that its context consists of."""
+        return len(self._chain)
+
+    def back_to(self, answers: int) -> None:
+        """Go on from an earlier answer: the first `answers` of them stay."""
+        del self._chain[answers:]
+
     async def ask(self, suffix: int, output: int, deadline_s: float) -> Asked:
         """One turn to its end, or to where it is cut short. Errors of the server are results, not exceptions."""
-        rng, behaviour = self._rng, self._behaviour
+        rng, behaviour = self._rng, self.behaviour
         self.busy = True
         try:
             if rng.random() < behaviour.reconnect:
@@ -96,7 +110,7 @@ class Session:
             self.busy = False
 
     async def _turn(self, suffix: int, output: int, deadline_s: float) -> Asked:
-        rng, behaviour = self._rng, self._behaviour
+        rng, behaviour = self._rng, self.behaviour
         cut_at = rng.randrange(1, output + 1) if rng.random() < behaviour.cancel + behaviour.vanish else 0
         vanish = rng.random() < behaviour.vanish / max(1e-9, behaviour.cancel + behaviour.vanish)
         body: dict[str, Any] = {
@@ -199,8 +213,36 @@ class Crowd:
         session.close()
         return asked
 
-    async def closed(self, agents: int, work: Sequence[Turn], seconds: float) -> float:
-        """Turns per second when every agent asks again as soon as it has its answer: what the server can do."""
+    async def behind(self, sizes: Sequence[int], contexts: int, output: int) -> list[Asked]:
+        """One session alone: each size behind nothing and behind contexts that are evenly spread up to the longest one. What
+        does not fit behind one begins anew, as it does in a crowd."""
+        session, asked = self._session(), []
+        for place in range(contexts):
+            wanted = self._most_context * place // contexts
+            if wanted > session.length:
+                await session.ask(max(16, wanted - session.length), 1, 1000.0)
+            answers, length = session.answers, session.length
+            for size in sizes:
+                if length + size + output <= self._most_context:
+                    asked.append(await session.ask(size, output, 1000.0))
+                    session.back_to(answers)
+                else:
+                    anew = self._session()
+                    asked.append(await anew.ask(size, output, 1000.0))
+                    anew.close()
+        session.close()
+        return asked
+
+    async def grown(self, agents: int) -> list[Session]:
+        """Sessions in the middle of their work: contexts of any length up to the longest."""
+        sessions = [self._session() for _ in range(agents)]
+        for session in sessions:
+            await session.ask(self._rng.randrange(16, self._most_context - 16), 1, 1000.0)
+        return sessions
+
+    async def closed(self, agents: int, work: Sequence[Turn], seconds: float, sessions: Sequence[Session] = ()) -> float:
+        """Turns per second when every agent asks again as soon as it has its answer: what the server can do. sessions: that
+        are there already; others begin anew."""
         until = time.monotonic() + seconds
         done, begun = 0, time.monotonic()
 
@@ -211,16 +253,21 @@ class Crowd:
                 asked = await session.ask(turn.suffix, turn.output, 1000.0)
                 done += not asked.ends.startswith("closed")
 
-        sessions = [self._session() for _ in range(agents)]
+        sessions = [*sessions, *(self._session() for _ in range(agents - len(sessions)))]
         await asyncio.gather(*(agent(session, list(work)) for session in sessions))
         for session in sessions:
             session.close()
         return done / (time.monotonic() - begun)
 
-    async def open(self, agents: int, work: Sequence[Turn], per_second: float, seconds: float) -> list[Asked]:
-        """Turns at Poisson times. `agents` sessions take them in turn; if all are busy, another one joins."""
+    async def open(
+        self, agents: int, work: Sequence[Turn], per_second: float, seconds: float, sessions: Sequence[Session] = ()
+    ) -> list[Asked]:
+        """Turns at Poisson times. `agents` sessions take them in turn, first those that are there; if all are busy, another one
+        joins."""
         loop = asyncio.get_running_loop()
-        ready = [self._session() for _ in range(agents)]
+        for session in sessions:
+            session.behaviour = self._behaviour
+        ready = [*sessions, *(self._session() for _ in range(agents - len(sessions)))]
         asked: list[asyncio.Task[Asked]] = []
         at, until = loop.time(), loop.time() + seconds
         while at < until:

@@ -2,26 +2,31 @@
 
     python -m benchmarks.load agents [--engine demo] [--agents 16] [--load 0.5] [--minutes 3] [--plot FILE.png] [--record]
 
-First one agent alone, for the TTFT of each suffix; then all of them without pauses, for what the server can do; then turns at
-random times at `load` of that. Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens. Deadlines are
-three times the lone TTFT of the suffix and a quarter of a second. Nothing else should run; see the load in each line.
+First one agent alone, for the TTFT of each suffix behind contexts of any length; then all of them, in the middle of their
+sessions, without pauses, for what the server can do; then turns of the same sessions at random times at `load` of that.
+Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens. Deadlines are three times the lone TTFT of
+the suffix and a quarter of a second. Nothing else should run; see the load in each line.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import report
+from benchmarks.common import cpu_s, report
 from benchmarks.load.agents import Asked, Behaviour, Crowd
 from benchmarks.load.goals import Goal, judge, of_turns
 from benchmarks.load.policies import at
@@ -118,30 +123,71 @@ async def measure(
     )
     memory = Memory(server)
     sampling = asyncio.create_task(memory.run())
+    cores: dict[str, dict[str, float]] = {}
     try:
-        alone = await plain.alone(SIZES, options.rounds + 1, 4)
-        # The first round warms up caches and predictions.
-        points = []
-        for size in SIZES:
-            values = sorted(t.ttft for t in alone[len(SIZES) :] if t.suffix == size and t.ttft is not None)
-            if values:
-                points.append((size, at(values, 0.5)))
+        alone = await plain.behind(SIZES, options.rounds, 4)
+        points = lone_points(alone)
         if not points:
             raise RuntimeError(f"no turn was answered: {[t.ends for t in alone]}")
         lone_s = interpolate(points)
-        capacity = await plain.closed(options.agents, turns, options.capacity_s)
+        sessions = await plain.grown(options.agents)
+        with using(server, cores, "capacity"):
+            capacity = await plain.closed(options.agents, turns, options.capacity_s, sessions)
         crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone_s)
-        asked = await crowd.open(options.agents, turns, capacity * options.load, options.minutes * 60)
+        with using(server, cores, "load"):
+            asked = await crowd.open(options.agents, turns, capacity * options.load, options.minutes * 60, sessions)
     finally:
         sampling.cancel()
     figures = {
         "lone_ttft_s": {str(size): round(seconds, 4) for size, seconds in points},
         "capacity_turns_per_s": round(capacity, 3),
         "offered_turns_per_s": round(capacity * options.load, 3),
+        "cores": cores,
         **summary(asked, lone_s),
         "rss_mib": memory.figures(),
     }
     return figures, asked, memory
+
+
+def lone_points(alone: Sequence[Asked]) -> list[tuple[int, float]]:
+    """Of each size that was answered the median TTFT, over the contexts behind which it was asked."""
+    found: dict[int, list[float]] = {}
+    for turn in alone:
+        if turn.ttft is not None:
+            found.setdefault(turn.suffix, []).append(turn.ttft)
+    return [(size, median(values)) for size, values in sorted(found.items())]
+
+
+@contextlib.contextmanager
+def using(server: LabServer, cores: dict[str, dict[str, float]], phase: str) -> Iterator[None]:
+    """Note how many cores each process uses in the block: whether half of the capacity is half of the work."""
+    pids = server.pids | {"client": os.getpid()}
+    began, before = time.monotonic(), {name: cpu_s(pid) for name, pid in pids.items()}
+    yield
+    span = time.monotonic() - began
+    cores[phase] = {name: round((cpu_s(pid) - before[name]) / span, 3) for name, pid in pids.items()}
+
+
+def write_turns(path: Path, asked: Sequence[Asked], lone_s: Callable[[int], float]) -> None:
+    """A JSON line for each turn: which were late, behind what."""
+    begun = min((t.at for t in asked), default=0.0)
+    with path.open("w") as file:
+        for t in asked:
+            line = {
+                "at_s": round(t.at - begun, 3),
+                "suffix": t.suffix,
+                "behind": t.cached,
+                "computed": t.prompt - t.cached,
+                "ttft_s": t.ttft,
+                "lone_s": round(lone_s(t.suffix), 4),
+                "deadline_s": round(t.deadline_s, 4),
+                "predicted_s": t.predicted,
+                "warned": t.warned,
+                "first_word_s": t.warned_after,
+                "longest_gap_s": max((gap for _, gap in t.gaps), default=None),
+                "ended": t.ends,
+            }
+            file.write(json.dumps(line) + "\n")
 
 
 def show(console: Console, title: str, figures: dict[str, Any]) -> None:
@@ -191,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--load", type=float, default=0.5, help="share of the measured capacity")
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=5, help="lone turns of each size")
+    parser.add_argument("--rounds", type=int, default=6, help="lone turns of each size, each behind another context")
     parser.add_argument("--capacity-s", type=float, default=45.0)
     parser.add_argument("--context", type=int, default=24_000, help="longest context before a session begins anew")
     parser.add_argument("--most-suffix", type=int, default=8192)
@@ -199,6 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in ("cancel", "vanish", "reconnect", "edit"):
         parser.add_argument(f"--{name}", type=float, default=0.0, help="share of turns")
     parser.add_argument("--plot", type=Path, default=None, help="write a picture here")
+    parser.add_argument("--turns", type=Path, default=None, help="write a line for each turn here")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
     parser.add_argument("settings", nargs="*", metavar="section.field=value", help="of the server")
     options = parser.parse_args(arguments)
@@ -217,5 +264,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     if options.plot is not None:
         plot(asked, memory, options.plot)
-    workload = {key: value for key, value in vars(options).items() if key not in ("plot", "record", "engine")}
+    if options.turns is not None:
+        points = [(int(size), seconds) for size, seconds in figures["lone_ttft_s"].items()]
+        write_turns(options.turns, asked, interpolate(points))
+    workload = {key: value for key, value in vars(options).items() if key not in ("plot", "turns", "record", "engine")}
     report("load_agents", options.engine, workload, figures, options.record)

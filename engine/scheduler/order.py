@@ -1,16 +1,18 @@
 """Which waiting turn goes first: deadlines, the cost of what is left, and shares. Integers only, no clocks.
 
-Two classes. A turn is pressed once its slack (time to its deadline beyond what its own prefill takes) is short, and as long as
-the deadline can still be kept; pressed turns go by deadline. All others go by what is left to compute, cheapest first, counted
-together with what lies before them in their own share, so that many turns of one agent never stand before another agent's few.
-Owners of shares then take turns by what each has had (`Service`): one with many agents gets no more than one with a single one.
+As many turns as possible are to be on time: those that all can be go by deadline, and where there is too much to do the longest
+ones are given up, since each of these makes many others late. Before them go the cheapest of all turns, as long as nobody's
+deadline is lost by it; behind them whoever is left, cheapest first. Cheapness is counted together with what lies before a turn
+in its own share, so that many turns of one agent never stand before another agent's few. Owners of shares then take turns by
+what each has had (`Service`): one with many agents gets no more than one with a single one.
 
-Aging: a turn whose deadline cannot be kept any more gets a second one, GRACE_US after it, which is for good. New turns have
-later ones, so every turn comes to the front of the first class, whatever arrives behind it.
+Aging: a turn whose deadline cannot be kept any more gets a second one, GRACE_US after it, which is for good. Once that is near
+the turn goes before all others. New turns have later ones, so every turn comes to the front, whatever arrives behind it.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ GRACE_US = 30_000_000
 """From a missed deadline to the second one."""
 PRESS_US = 100_000
 """Least slack at which a turn counts as pressed."""
+FOR_EVER = 1 << 62
 NEAR_US = 1 << 17
 """Deadlines this near to each other are equal, and `priority` decides."""
 
@@ -73,9 +76,50 @@ def pressed(claim: Claim, now: int) -> bool:
 
 def order(claims: Sequence[Claim], now: int, ahead: Mapping[str, int] | None = None) -> list[int]:
     """Indices of the claims, the first to be served first. ahead: as Service tells it, none = all owners have had the same."""
-    urgent = [i for i, claim in enumerate(claims) if pressed(claim, now)]
-    urgent.sort(key=lambda i: _by_deadline(claims[i], now))
-    return [*urgent, *_by_owner(claims, _by_cost(claims, set(urgent)), ahead or {})]
+    aged = [i for i, claim in enumerate(claims) if deadline(claim, now) != claim.due and pressed(claim, now)]
+    aged.sort(key=lambda i: _by_deadline(claims[i], now))
+    timely, spare = _timely(claims, now, aged)
+    cheap = _by_owner(claims, _by_cost(claims, set(aged)), ahead or {})
+    line = aged
+    for i in cheap:
+        spare -= _with_margin(claims[i].cost)
+        if spare < 0:
+            break
+        line.append(i)
+    for those in (timely, cheap):
+        placed = set(line)
+        line.extend(i for i in those if i not in placed)
+    return line
+
+
+def _timely(claims: Sequence[Claim], now: int, aged: Sequence[int]) -> tuple[list[int], int]:
+    """By deadline, as many turns as can all be on time behind the aged ones: where one would be late, the longest up to there
+    is given up (Moore and Hodgson). And for how long they could all wait."""
+    begin = now + sum(_with_margin(claims[i].cost) for i in aged)
+    taken = set(aged)
+    rest = [i for i, claim in enumerate(claims) if i not in taken and deadline(claim, now) == claim.due]
+    rest.sort(key=lambda i: _by_deadline(claims[i], now))
+    at, given_up, longest = begin, set[int](), list[tuple[int, int, int, int]]()
+    for i in rest:
+        claim = claims[i]
+        heapq.heappush(longest, (-_with_margin(claim.cost), claim.priority, -claim.arrival, i))
+        late = at + claim.cost > claim.due
+        at += _with_margin(claim.cost)
+        if late:
+            less, _, _, worst = heapq.heappop(longest)
+            given_up.add(worst)
+            at += less
+    timely = [i for i in rest if i not in given_up]
+    at, spare = begin, FOR_EVER
+    for i in timely:
+        spare = min(spare, claims[i].due - PRESS_US - claims[i].cost - at)
+        at += _with_margin(claims[i].cost)
+    return timely, spare
+
+
+def _with_margin(cost: int) -> int:
+    """What a turn holds others up by: answers go on beside its prefill."""
+    return cost + cost // 8
 
 
 def _by_deadline(claim: Claim, now: int) -> tuple[int, int, int, int]:

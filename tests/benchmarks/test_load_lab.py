@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import struct
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from benchmarks.load.agents import Asked, Behaviour, Crowd
 from benchmarks.load.client import Closed, Socket
 from benchmarks.load.goals import Goal, judge, of_turns
-from benchmarks.load.lab import interpolate, summary
+from benchmarks.load.lab import interpolate, lone_points, summary, write_turns
 from benchmarks.load.recorded import Turn
 from benchmarks.load.server import LabServer, lab_server
 from benchmarks.load.wire import late_by
@@ -118,6 +119,33 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
     for name in ("turns", "pins", "cache_errors", "release_errors"):
         assert counters[f'agentserve_worker_counter{{name="{name}",worker="demo/0"}}'] == 0, name
     assert counters["agentserve_active_responses"] == counters["agentserve_open_sockets"] == 0
+
+
+def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_in_the_middle(server: LabServer) -> None:
+    async def run() -> tuple[list[Asked], list[int], list[Asked]]:
+        crowd = Crowd(server.port, seed=5, behaviour=Behaviour(), most_context=6000, lone_s=lambda size: 10.0)
+        alone = await crowd.behind([100, 2500], 3, 4)
+        sessions = await crowd.grown(4)
+        lengths = [session.length for session in sessions]
+        assert await crowd.closed(4, [Turn(0, 0, 50, 4)], 0.2, sessions) > 0
+        return alone, lengths, await crowd.open(4, [Turn(0, 0, 50, 4)], per_second=20.0, seconds=0.5, sessions=sessions)
+
+    alone, lengths, asked = asyncio.run(run())
+    assert all(t.ends == "incomplete" for t in (*alone, *asked))
+    behind = {size: [t.prompt - t.suffix for t in alone if t.suffix == size] for size in (100, 2500)}
+    # The real numbers of tokens are as the text has it, so a third more or less.
+    assert behind[100][0] < 200 < 1000 < behind[100][1] < 3000 < behind[100][2] < 6000
+    assert behind[2500][2] < 1000 < behind[2500][1], "what does not fit begins anew"
+    assert len(set(lengths)) == 4
+    assert max(t.cached for t in asked) > min(lengths) // 2
+
+
+def test_lone_points_are_medians_over_contexts_and_turns_are_written_line_by_line(tmp_path: Path) -> None:
+    asked = [Asked(1.0, 64, 1.0, ttft=t, prompt=100, cached=40) for t in (0.1, 0.9, 0.2)] + [Asked(2.0, 256, 1.0)]
+    assert lone_points(asked) == [(64, 0.2)]
+    write_turns(tmp_path / "turns", asked, lambda size: 0.5)
+    first, *_, last = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    assert (first["behind"], first["computed"], first["ttft_s"], last["at_s"], last["ttft_s"]) == (40, 60, 0.1, 1.0, None)
 
 
 def settled(server: LabServer) -> dict[str, float]:

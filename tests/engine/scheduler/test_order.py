@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.order import GRACE_US, NEAR_US, Claim, Service, deadline, order, pressed
+from engine.scheduler.order import GRACE_US, Claim, Service, order
 
 SECOND = 1_000_000
 times = st.integers(0, 100 * SECOND)
@@ -31,21 +31,50 @@ def test_order_is_a_permutation_that_does_not_depend_on_how_the_claims_are_liste
     assert [shuffled[i] for i in order(shuffled, now)] == found
 
 
-@given(claims=some_claims(), now=times)
-def test_pressed_turns_go_first_and_by_deadline(claims, now):
-    found = [claims[i] for i in order(claims, now)]
-    flags = [pressed(c, now) for c in found]
-    assert flags == sorted(flags, reverse=True)
-    first = [deadline(c, now) // NEAR_US for c in found if pressed(c, now)]
-    assert first == sorted(first)
+@st.composite
+def tight_claims(draw):
+    """Due within what all of them cost together, each of another share and due at another time."""
+    count = draw(st.integers(1, 6))
+    dues = draw(st.lists(st.integers(1, 30), min_size=count, max_size=count, unique=True))
+    return [Claim(due * SECOND, draw(st.integers(SECOND // 10, 8 * SECOND)), str(i), 0, i) for i, due in enumerate(dues)]
 
 
-@given(claims=some_claims(), now=times)
-def test_within_a_share_cheaper_turns_go_first_if_nothing_presses_and_no_priority_says_otherwise(claims, now):
-    found = [c for c in (claims[i] for i in order(claims, now)) if not pressed(c, now)]
+def on_time(claims, cost):
+    """How many are, one after the other."""
+    at = met = 0
+    for claim in claims:
+        met += at + claim.cost <= claim.due
+        at += cost(claim)
+    return met
+
+
+@given(claims=tight_claims())
+def test_as_many_turns_are_on_time_as_in_the_best_of_all_orders(claims):
+    def with_margin(claim):
+        return claim.cost * 9 // 8
+
+    best = max(on_time(line, with_margin) for line in permutations(claims))
+    assert on_time([claims[i] for i in order(claims, 0)], with_margin) >= best
+
+
+@given(claims=some_claims())
+def test_within_a_share_cheaper_turns_go_first_if_all_have_time_and_no_priority_says_otherwise(claims):
+    found = [claims[i] for i in order(claims, -1000 * SECOND)]
     for share in "abc":
         for first, second in pairwise([c for c in found if c.share == share]):
             assert first.cost.bit_length() <= second.cost.bit_length() or first.priority > second.priority
+
+
+def test_of_equally_long_turns_the_newest_of_the_least_priority_is_given_up():
+    same = [Claim(10 * SECOND, 9 * SECOND, "a", priority, arrival) for arrival, priority in enumerate((0, 1, 0))]
+    for line in permutations(same):
+        assert [line[i].arrival for i in order(line, 0)] == [1, 0, 2]
+
+
+def test_a_long_turn_is_given_up_for_several_short_ones():
+    long, short = Claim(10 * SECOND, 9 * SECOND, "a", 0, 0), [Claim(12 * SECOND, SECOND, f"s{i}", 0, i + 1) for i in range(4)]
+    assert order([long, *short], 0) == [1, 2, 3, 4, 0]
+    assert order([long, short[0]], 0) == [0, 1], "one can wait for it"
 
 
 @given(claims=some_claims(), now=times, cost=costs)
