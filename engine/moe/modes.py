@@ -1,7 +1,9 @@
 """Whether decode misses are shared between link and CPU or go one way only, by what steps were seen to take. Integers only.
 
 The cost model can be wrong about a machine: so each way is tried for a short window now and then, and the fastest one is used.
-One window says little where ways are nearly as fast, so those are tried again until that is known, and more often later.
+While the cache of experts fills, steps become faster whatever the way, and the one tried last looks best: so rounds over all
+ways are run, back and forth, until a round is about as fast as the one before it. One window says little where ways are nearly
+as fast, so those are tried again until that is known, and more often later.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ MODES: tuple[Mode, ...] = ("hybrid", "whole", "cpu", "fetch")
 WINDOW_STEPS = 32
 SETTLE_STEPS = 2
 """First steps of a mode that do not count: they may have been launched in the one before."""
+STEADY_PERMILLE = 900
+"""A round of which no mode takes less than this of its time in the round before is believed."""
+MOST_ROUNDS = 6
+WORTH_PERMILLE = 1600
+"""A mode that takes more than this much of the round's best time sits the next rounds out."""
 SURE_WINDOWS = 3
 """Windows of a mode after which its time is believed."""
 TRY_EVERY = 32
@@ -36,12 +43,22 @@ class ModeChoice:
     mode: Mode = "hybrid"
     modes: Sequence[Mode] = MODES
     ns: dict[Mode, int] = field(default_factory=dict)
-    """Nanoseconds of a step: the mean of the first windows, then newest windows weigh a third."""
+    """Nanoseconds of a step: of the last round, then the mean of the first windows, then newest windows weigh a third."""
     windows: int = 0
     _trying: Mode | None = None
     _seen: list[int] = field(default_factory=list)
     _measured: dict[Mode, int] = field(default_factory=dict)
     _tried: int = 0
+    _rounds: int = 0
+    _round: list[Mode] = field(default_factory=list)
+    """What is still to be tried in this round."""
+    _before: dict[Mode, int] = field(default_factory=dict)
+    """Times of the round before."""
+    _steady: bool = False
+
+    def __post_init__(self) -> None:
+        self._round = list(self.modes)
+        self._trying = self._round.pop(0)
 
     @property
     def current(self) -> Mode:
@@ -57,11 +74,29 @@ class ModeChoice:
         self._take(before, sorted(self._seen[SETTLE_STEPS:])[WINDOW_STEPS // 2])
         self._seen.clear()
         self.windows += 1
-        best = min(self.ns, key=lambda mode: (self.ns[mode], self.modes.index(mode)))
-        if self.ns[best] * 1000 <= self.ns.get(self.mode, self.ns[best]) * CLEAR_PERMILLE:
-            self.mode = best
-        self._trying = self._next_try()
+        if not self._steady:
+            self._trying = self._learn()
+        if self._steady:
+            best = min(self.ns, key=lambda mode: (self.ns[mode], self.modes.index(mode)))
+            if self.ns[best] * 1000 <= self.ns.get(self.mode, self.ns[best]) * CLEAR_PERMILLE:
+                self.mode = best
+            self._trying = self._next_try()
         return self.current != before
+
+    def _learn(self) -> Mode | None:
+        """The next mode of the rounds with which it begins; after the last one they are believed."""
+        if not self._round:
+            self._rounds += 1
+            still = all(self.ns[mode] * 1000 >= before * STEADY_PERMILLE for mode, before in self._before.items())
+            self._steady = len(self.modes) == 1 or (self._rounds > 1 and still) or self._rounds == MOST_ROUNDS
+            if self._steady:
+                return None
+            best = min(self.ns.values())
+            worth: list[Mode] = [mode for mode in self.modes if self.ns[mode] * 1000 <= best * WORTH_PERMILLE]
+            self._round = worth if self._rounds % 2 == 0 else worth[::-1]
+            self._before = dict(self.ns)
+            self._measured = dict.fromkeys(set(self.modes) - set(worth), 1)  # the others' next window counts alone
+        return self._round.pop(0)
 
     def _take(self, mode: Mode, ns: int) -> None:
         count = self._measured[mode] = self._measured.get(mode, 0) + 1
@@ -70,9 +105,6 @@ class ModeChoice:
 
     def _next_try(self) -> Mode | None:
         """None: go on with the best."""
-        unknown: list[Mode] = [mode for mode in self.modes if mode not in self.ns]
-        if unknown:
-            return unknown[0]
         near: list[Mode] = [mode for mode in self.modes if self.ns[mode] * 1000 <= min(self.ns.values()) * NEAR_PERMILLE]
         unsure: list[Mode] = [mode for mode in near if self._measured[mode] < SURE_WINDOWS]
         if len(near) > 1 and unsure:

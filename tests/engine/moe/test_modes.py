@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.moe.modes import MODES, SETTLE_STEPS, SURE_WINDOWS, WINDOW_STEPS, Mode, ModeChoice
+from engine.moe.modes import MODES, MOST_ROUNDS, SETTLE_STEPS, SURE_WINDOWS, WINDOW_STEPS, Mode, ModeChoice
 
 Rounds = dict[Mode, tuple[float, float, float]]
 RECORDED: dict[str, Rounds] = {
@@ -55,7 +55,7 @@ RECORDED: dict[str, Rounds] = {
 """Tokens a second by mode: median, p10 and p90 of rounds of 64 steps, of H200s (docs/gpu.md)."""
 TENTHS = 2.56
 """Standard deviations between p10 and p90."""
-LEARN = 320
+LEARN = 720
 """Steps before it counts, as the benchmark leaves them."""
 
 
@@ -96,17 +96,37 @@ def test_on_average_it_is_nearly_as_fast_as_the_best_of_all(where):
     assert sum(shares) / len(shares) >= 0.975 * best
 
 
-def test_the_first_windows_try_every_mode_and_then_the_near_ones_until_they_are_known():
+def test_rounds_go_back_and_forth_and_then_the_near_ones_are_tried_until_they_are_known():
     times = {"hybrid": 1000, "whole": 1050, "cpu": 1200, "fetch": 2000}
     choice, used = ModeChoice(), []
-    for _ in range(12 * (WINDOW_STEPS + SETTLE_STEPS)):
+    for _ in range(16 * (WINDOW_STEPS + SETTLE_STEPS)):
         used.append(choice.current)
         choice.record(times[choice.current])
     windows = used[:: WINDOW_STEPS + SETTLE_STEPS]
-    assert windows[:4] == list(MODES)
-    assert sorted(windows[4:8]) == ["hybrid", "hybrid", "whole", "whole"]
+    assert windows[:7] == [*MODES, "cpu", "whole", "hybrid"]  # what took twice as long sits the second round out
+    assert sorted(windows[7:11]) == ["hybrid", "hybrid", "whole", "whole"]
     assert windows.count("whole") >= SURE_WINDOWS
     assert choice.mode == "hybrid"
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9, 0.97])
+def test_a_cache_that_fills_does_not_make_the_last_one_tried_look_best(share):
+    """Seen on a GPU: 9.3, 6.7, 6.6 and 6.1 ms in the first windows, and 3.5, 3.5, 3.7 and 4.9 later."""
+    times = {"hybrid": 3500, "whole": 3550, "cpu": 3700, "fetch": 4900}
+    choice, cold = ModeChoice(), 6000.0
+    for step in range(40 * (WINDOW_STEPS + SETTLE_STEPS)):
+        choice.record(times[choice.current] + int(cold))
+        cold *= share if step % WINDOW_STEPS == 0 else 1
+    assert choice.mode in ("hybrid", "whole")
+
+
+def test_rounds_end():
+    choice = ModeChoice()
+    for step in range(20 * len(MODES) * (WINDOW_STEPS + SETTLE_STEPS)):
+        choice.record(10**9 // (step + 1))  # faster and faster
+        if choice._steady:
+            break
+    assert choice.windows <= MOST_ROUNDS * len(MODES)
 
 
 def test_steps_that_were_launched_in_the_mode_before_do_not_count():
