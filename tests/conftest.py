@@ -35,7 +35,7 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.register_profile(
         "budget",
         hypothesis.settings(),
-        max_examples=examples(50, 100),
+        max_examples=examples(40, 100),
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )

@@ -20,6 +20,7 @@ from agentserve.security import principal_named
 from agentserve.served import Served
 from agentserve.services import Services
 from agentserve.worker.messages import StartTurn
+from tests.budget import examples
 from tests.fakes.canonical import check
 from tests.fakes.server import config_for_tests
 from tests.fakes.store import FakeStore
@@ -199,5 +200,5 @@ class SocketMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-SocketMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+SocketMachine.TestCase.settings = settings(max_examples=examples(25, 40), stateful_step_count=30, deadline=None)
 TestSocket = SocketMachine.TestCase

@@ -281,5 +281,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=examples(30, 150), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(20, 150), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

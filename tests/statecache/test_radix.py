@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from statecache.index.radix import RadixIndex
 from statecache.keys import block_keys, token_bytes
+from tests.budget import examples
 
 SALTS = (b"a", b"b")
 PIECES = [np.full(n, v) for n in (1, 40, 64, 130) for v in (1, 2)]
@@ -79,7 +80,7 @@ def _common(a: bytes, b: bytes) -> int:
     return next((i for i in range(n) if a[4 * i : 4 * i + 4] != b[4 * i : 4 * i + 4]), n)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(40, 60), stateful_step_count=25, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
 
 

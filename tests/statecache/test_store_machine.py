@@ -179,7 +179,7 @@ class CollidingMachine(CacheMachine):
 
 
 for machine in (CacheMachine, CollidingMachine):
-    machine.TestCase.settings = settings(max_examples=examples(50, 100), stateful_step_count=25, deadline=None)
+    machine.TestCase.settings = settings(max_examples=examples(35, 100), stateful_step_count=25, deadline=None)
 
 RestartingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 

@@ -236,5 +236,5 @@ class DeviceMachine(RuleBasedStateMachine):
 
 TestDeviceMachine = DeviceMachine.TestCase
 TestDeviceMachine.settings = settings(
-    max_examples=examples(30, 60), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(20, 60), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

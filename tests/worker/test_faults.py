@@ -75,7 +75,7 @@ def harness(place: str) -> Harness:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CACHE_CALLS)
-@settings(max_examples=examples(30, 100), deadline=None)
+@settings(max_examples=examples(22, 100), deadline=None)
 @given(nth=st.integers(1, 40), error=st.sampled_from([OSError(28, "disk full"), KeyError("lost"), MemoryError()]))
 def test_a_failing_cache_changes_no_answer_and_holds_nothing(place: str, name: str, nth: int, error: Exception) -> None:
     h = harness(place)
@@ -94,7 +94,7 @@ def test_a_failing_cache_changes_no_answer_and_holds_nothing(place: str, name: s
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ENGINE_CALLS)
-@settings(max_examples=examples(20, 100), deadline=None)
+@settings(max_examples=examples(16, 100), deadline=None)
 @given(nth=st.integers(1, 40))
 def test_a_failing_engine_call_ends_at_most_its_turn_and_holds_nothing(place: str, name: str, nth: int) -> None:
     h = harness(place)

@@ -36,7 +36,7 @@ dialects = pytest.mark.parametrize("name", list(DIALECTS))
 tool_dialects = pytest.mark.parametrize("name", WITH_TOOLS)
 forms = pytest.mark.parametrize("as_tokens", [True, False], ids=["token markers", "text markers"])
 quick = settings(
-    max_examples=examples(20, 60),
+    max_examples=examples(14, 60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -17,6 +17,7 @@ from agentserve.interfaces import StoredResponse
 from agentserve.session.store import SqlStore
 from tests.agentserve.session.test_store import ids, response
 from tests.agentserve.text.play import user
+from tests.budget import examples
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -121,4 +122,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestStoreMachine.settings = settings(max_examples=examples(10, 15), stateful_step_count=30, deadline=None)
