@@ -1,6 +1,7 @@
 """The load lab: `python -m benchmarks.load COMMAND`. See docs/load.md.
 
 policies     who goes first, in virtual time
+crowd        the load of agents, in virtual time
 predictions  how well first tokens are foretold, in virtual time
 agents       agents on a server: first tokens, gaps, deadlines, predictions, memory
 streams      hundreds of streams at once, server on one core
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.load import crash, hostile, lab, policies, virtual, wire
+from benchmarks.load import crash, crowded, hostile, lab, policies, virtual, wire
 
 COMMANDS = {
     "policies": policies.main,
+    "crowd": crowded.main,
     "predictions": virtual.main,
     "agents": lab.main,
     "streams": wire.streams,

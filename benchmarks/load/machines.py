@@ -18,9 +18,9 @@ from engine.scheduler.pace import Work
 @dataclass(frozen=True)
 class Machine:
     """pass_us: a step with prefill before its first token. token_ns: each prompt token. pair_ps: each token that one looks back
-    on. decode_us: a step for one row, row_us: each further one. ram, disk: bytes per second of a restore. chunk: prompt tokens
-    per step. kv_token_bytes, state_bytes: what a saved state weighs. rows: requests at once. ram_bytes, disk_bytes: room for
-    saved states. most_context: tokens that it serves.
+    on. decode_us: a step for one row, row_us: each further one, context_ps: each token that rows look back on. ram, disk: bytes
+    per second of a restore. chunk: prompt tokens per step. kv_token_bytes, state_bytes: what a saved state weighs. rows:
+    requests at once. ram_bytes, disk_bytes: room for saved states. most_context: tokens that it serves.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Machine:
     row_us: int
     ram: int
     disk: int
+    context_ps: int = 0
     chunk: int = 512
     kv_token_bytes: int = KV_TOKEN_BYTES
     state_bytes: int = STATE_BYTES
@@ -41,12 +42,11 @@ class Machine:
 
     def step_us(self, work: Work) -> int:
         """One step of decode rows and prefill tokens together."""
-        decode = self.decode_us + self.row_us * (work.rows - 1) if work.rows else 0
+        attention = (work.pairs * self.pair_ps + work.context * self.context_ps) // 1_000_000
         if not work.prefill:
-            return decode
-        prefill = self.pass_us + work.prefill * self.token_ns // 1000 + work.pairs * self.pair_ps // 1_000_000
+            return attention + (self.decode_us + self.row_us * (work.rows - 1) if work.rows else 0)
         # The experts that decoding needs are read by the pass anyway.
-        return prefill + self.row_us * work.rows
+        return attention + self.pass_us + work.prefill * self.token_ns // 1000 + self.row_us * work.rows
 
     def restore_us(self, tokens: int, tier: str) -> int:
         """Bringing back a state of so many tokens from "ram" or "disk"."""
@@ -83,8 +83,21 @@ H200 = Machine(
     most_context=131_072,
 )
 """Experts streamed from the host: a quarter of a second for any pass. Decode: 55 tokens a second alone."""
-SMALL = Machine("small", 3_000, 400_000, 8_000, 5_000, 1_200, 10_000_000_000, 2_000_000_000, kv_token_bytes=8, state_bytes=64)
-"""About what two cores do with the embedded model; for lab runs that should look like a real one."""
+SMALL = Machine(
+    "small",
+    pass_us=3_000,
+    token_ns=85_000,
+    pair_ps=24_000,
+    decode_us=2_000,
+    row_us=600,
+    context_ps=80_000,
+    ram=10_000_000_000,
+    disk=2_000_000_000,
+    kv_token_bytes=8,
+    state_bytes=64,
+)
+"""About what two cores with AVX2 do with the embedded model, from the processor time of one thread; for lab runs that should
+look like a real one."""
 INSTANT = Machine("instant", 0, 0, 0, 0, 0, 1 << 50, 1 << 50, kv_token_bytes=8, state_bytes=64, rows=256)
 """Takes no time: what is left is the server's own."""
 BEATS = tuple(

@@ -23,7 +23,8 @@ MOST_PAUSE_S = 120.0
 class Job:
     """One turn. arrival: µs. restored, suffix: prompt tokens that are saved, and that are not. output: tokens generated.
 
-    session: number; ram: whether the saved state is still in memory.
+    session: number; ram: whether the saved state is still in memory. lone: µs of a first token alone that its deadline is made
+    of, 0 = its own.
     """
 
     arrival: int
@@ -32,6 +33,7 @@ class Job:
     suffix: int
     output: int
     ram: bool = True
+    lone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
