@@ -16,6 +16,7 @@ from benchmarks.traces.prefixes import Known, common_prefix
 from benchmarks.traces.store import replay_blocks
 from benchmarks.traces.text import replay_prompts
 from statecache.policy import Policy
+from tests.budget import examples
 
 UNLIMITED = 1 << 50
 GIB = 1 << 30
@@ -65,10 +66,13 @@ def test_a_prompt_is_split_at_its_role_lines():
 
 @pytest.fixture(scope="module")
 def coding() -> list[list[BlockTurn]]:
-    return block_sessions(limit=6)
+    return block_sessions(limit=examples(4, 6))
 
 
-@pytest.fixture(scope="module", params=[(AIRLINE, 12), (MAGAGENT, 3), (MINISWE, 2)], ids=lambda p: p[0])
+SESSIONS = [(AIRLINE, examples(8, 12)), (MAGAGENT, examples(2, 3)), (MINISWE, 2)]
+
+
+@pytest.fixture(scope="module", params=SESSIONS, ids=lambda p: p[0])
 def recorded(request: pytest.FixtureRequest) -> tuple[str, list[list[Prompt]]]:
     name, sessions = request.param
     return name, compose(exchanges(name, limit=sessions))
