@@ -113,6 +113,12 @@ def _frame(first: int, payload: bytes, *, masked: bool = True, size: int | None 
     return struct.pack("!BBQ", first, mask | 127, len(payload) if size is None else size) + bytes(4 if masked else 0) + payload
 
 
+def whole_request(method: str, path: str, body: bytes) -> bytes:
+    """An HTTP request that closes its connection, whatever its body is."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode("latin-1") + body
+
+
 def request_bytes(rng: random.Random, method: str, path: str, body: bytes) -> bytes:
     """An HTTP request that closes its connection: mostly whole, else with a head or a body that is not as it says."""
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", "Content-Type: application/json"]

@@ -24,8 +24,8 @@ from benchmarks.load.lab import Memory
 from benchmarks.load.server import LabServer, lab_server
 from tests.agentserve.audit_bodies import BODIES, FRAMES, Made
 from tests.soak.at_rest import flat, gave_back, rows_are_whole, settle
-from tests.soak.damage import changed, request_bytes, socket_bytes, text_of
-from tests.soak.test_frames import frame, read_some
+from tests.soak.damage import changed, request_bytes, socket_bytes, text_of, whole_request
+from tests.soak.test_frames import TERMINAL, frame, read_some
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "0.1"))
 FRAMERS, SOCKETS, CALLERS = 3, 3, 4
@@ -46,6 +46,11 @@ KEPT_MIB = (KEPT_RESPONSE_BYTES + KEPT_CONTEXT_BYTES) / (1 << 20)
 """Every damaged turn that is accepted is another response to keep, so that these caches fill for as long as it goes on."""
 ADMIN = ("/v1/memory/", "/v1/cache/")
 """Routes by which an operator changes what is measured here."""
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6},
+}
 READ = (
     "/v1/responses/{id}",
     "/v1/responses/{id}/input_items",
@@ -70,6 +75,56 @@ class Fuzz:
         self.bodies = {path: bodies(made) for path, bodies in BODIES.items() if not path.startswith(ADMIN)}
         self.frames = [{"type": kind, **body} for kind, bodies in FRAMES.items() for body in bodies(made)]
         self.all = [*self.frames, *(body for bodies in self.bodies.values() for body in bodies)]
+
+    def kinds(self) -> set[str]:
+        """The counts of every_kind(): none may be missing."""
+        return {
+            "checked",
+            *FRAMES,
+            *(f"POST {path}" for path in self.bodies),
+            *(f"GET {path}" for path in READ),
+            *(f"stream {path}" for path in STREAMS),
+        }
+
+    async def every_kind(self, rng: random.Random) -> None:
+        """Each kind of message once, damaged but whole, and its answer waited for, however short the run is."""
+        asked = [("POST", path, text_of(rng, changed(rng, rng.choice(b), self.all))) for path, b in self.bodies.items()]
+        for method, path, body in [*asked, *(("GET", path, b"") for path in READ)]:
+            request = whole_request(method, self.made.path(path), body)
+            self._judge(await self._call(request, PATIENCE_S, whole=True), request[:200])
+            self.outcomes[f"{method} {path}"] += 1
+        for path, whole in STREAMS.items():
+            before = self.outcomes["streams"]
+            request = whole_request("POST", path, json.dumps({**whole, "model": "demo", "stream": True}).encode())
+            self._judge(await self._call(request, PATIENCE_S, whole=True), request)
+            self.outcomes[f"stream {path}"] += self.outcomes["streams"] - before
+        for kind, bodies in FRAMES.items():
+            frames = [changed(rng, {"type": kind, **body}, self.all) for body in bodies(self.made)]
+            self.outcomes[kind] += await self._outlived([{**frame, "type": kind} for frame in frames])
+        async with connect(f"ws://127.0.0.1:{self.server.port}/v1/responses", max_size=None) as socket:
+            lanes: dict[Any, list[dict[str, Any]]] = {}
+            await socket.send(json.dumps({"type": "response.create", "input": "hi"}))
+            until = asyncio.get_running_loop().time() + PATIENCE_S
+            while not (checked := await read_some(socket, lanes, [], 0.1)):
+                assert asyncio.get_running_loop().time() < until, "no answer to a whole frame"
+            self.outcomes["checked"] += checked
+
+    async def _outlived(self, frames: list[dict[str, Any]]) -> int:
+        """How many of these a socket took, each followed by a turn that is right and ends."""
+        socket = await Socket.connect(self.server.port)
+        try:
+            for damaged in frames:
+                socket.send(json.dumps(damaged))
+                socket.send(json.dumps({"type": "response.create", "input": "hi", "stream_id": "after"}))
+                while True:
+                    event = json.loads(await asyncio.wait_for(socket.receive(), PATIENCE_S))
+                    self.outcomes[event["type"]] += 1
+                    if event.get("stream_id") == "after" and event["type"] in (*TERMINAL, "error"):
+                        assert event["type"] in TERMINAL[:2], (damaged, event)
+                        break
+            return len(frames)
+        finally:
+            socket.abort()
 
     def going(self) -> bool:
         return asyncio.get_running_loop().time() < self.until
@@ -129,12 +184,12 @@ class Fuzz:
             if answer:
                 self._judge(answer, request[:200])
 
-    async def _call(self, request: bytes, patience_s: float) -> bytes:
-        """What came until the server closed; nothing if the client was the first to go."""
+    async def _call(self, request: bytes, patience_s: float, *, whole: bool = False) -> bytes:
+        """What came until the server closed; nothing if the client was the first to go. whole: no part of it is missing."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         try:
             writer.write(request)
-            if patience_s == PATIENCE_S:
+            if patience_s == PATIENCE_S and not whole:
                 # What is shorter than it says gets no answer while the client stays.
                 writer.write_eof()
             return await asyncio.wait_for(reader.read(-1), patience_s)
@@ -206,6 +261,7 @@ async def fuzz(server: LabServer, minutes: float) -> Counter[str]:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(beside())
+                group.create_task(fuzz.every_kind(random.Random(len(kinds))))
                 for seed, kind in enumerate(kinds):
                     group.create_task(kind(random.Random(seed)))
         finally:
@@ -214,6 +270,7 @@ async def fuzz(server: LabServer, minutes: float) -> Counter[str]:
     counters = await settle(server)
     gave_back(counters, before, server.descriptors())
     flat(memory, KEPT_MIB)
+    assert {kind for kind in fuzz.kinds() if not fuzz.outcomes[kind]} == set(), "these were not sent, or nothing was checked"
     return fuzz.outcomes
 
 
