@@ -10,6 +10,7 @@ from statecache.types import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from statecache.shelf import Shelf
+    from statecache.stretches import Stretch
 
 
 class Extent:
@@ -25,9 +26,12 @@ class Extent:
 
 
 class Block:
-    """64 tokens of KV. refs: needed child blocks + states that end here; 0 = only its extent keeps it."""
+    """64 tokens of KV. refs: needed child blocks + states that end here; 0 = only its extent keeps it.
 
-    __slots__ = ("extent", "ids", "index", "key", "parent", "refs")
+    stretch: this and those before it as they were read last, see stretches.py.
+    """
+
+    __slots__ = ("extent", "ids", "index", "key", "parent", "refs", "stretch")
 
     def __init__(self, key: bytes, parent: Block | None, index: int, ids: bytes, extent: Extent) -> None:
         self.key = key
@@ -36,6 +40,7 @@ class Block:
         self.ids = ids
         self.extent = extent
         self.refs = 0
+        self.stretch: Stretch | None = None
 
 
 class Holding:

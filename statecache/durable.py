@@ -23,6 +23,7 @@ from statecache.policy import Policy
 from statecache.recover import Progress
 from statecache.staging import fitting_ladder
 from statecache.store import StateCache
+from statecache.stretches import Join, separate
 from statecache.tiers.base import Take, ordinary
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
@@ -122,10 +123,11 @@ def open_states(
     progress: Progress = lambda fraction, what: None,
     clock: Callable[[], float] = time.monotonic,
     take: Take = ordinary,
+    join: Join = separate,
 ) -> SavedStates:
     """Open or make the saved states of a namespace. A disk that cannot be used is a warning, and memory alone is used.
 
-    take: where the states lie in memory.
+    take: where the states lie in memory. join: arrays that lie side by side there, as one.
     prepare: brings the schema of the durable index up to date. progress: told while states are looked for.
     """
     tiers: list[RamTier | DiskTier] = [RamTier(ram_bytes, take=take)]
@@ -153,6 +155,7 @@ def open_states(
         clock=clock,
         write_behind=len(tiers) > 1,
         take=take,
+        join=join,
     )
     if len(tiers) == 1:
         return SavedStates(cache, None, place)

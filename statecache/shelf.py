@@ -16,6 +16,7 @@ from statecache.blocks import Block, Draft, Extent, Holding
 from statecache.checkpoint import Path, Record, Rows, TierStats, rows_between
 from statecache.errors import Collision, ReadStopped, SegmentBad
 from statecache.headers import check_header, extent_header, segment_keys, state_header
+from statecache.stretches import BLOCKS, Gathered, Join, Stretch, separate
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
 
@@ -23,7 +24,9 @@ from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
 class Shelf:
     """See the module."""
 
-    def __init__(self, tier: Tier, layout: Layout) -> None:
+    def __init__(self, tier: Tier, layout: Layout, join: Join = separate) -> None:
+        """join: see stretches.py."""
+        self._join = join
         self.tier = tier
         self.layout = layout
         self.blocks: dict[bytes, Block] = {}
@@ -333,8 +336,13 @@ class Shelf:
             raise SegmentBad(self.tier.name, segment_keys(record)[0], "no longer here")
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
-        runs: list[KvRun] = []
-        for first, end, extent in self._needed_extents(holding, first_block):
+        gathered = Gathered(path, self._join)
+        remembers = kv_out is None and not first_block and self.tier.stays and self.tier.extent_blocks == 1
+        for part in self._needed(holding, first_block, path if remembers else None):
+            if isinstance(part, Stretch):
+                gathered.again(part)
+                continue
+            first, end, extent = part
             if stop is not None and stop():
                 raise ReadStopped(f"read up to token {first * BLOCK_TOKENS}")
             header = self.tier.header(extent.key)
@@ -347,7 +355,9 @@ class Shelf:
             data = self.tier.read(extent.key, "kv")
             if data.nbytes != len(extent.blocks) * BLOCK_TOKENS * width:
                 raise SegmentBad(self.tier.name, extent.key, f"kv has {data.nbytes} bytes")
-            runs.append(KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width)))
+            run = KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width))
+            gathered.add(run, extent.blocks[0] if remembers else None)
+        runs = gathered.runs
         header = self.tier.header(holding.state_key)
         check_header(self.tier.name, holding.state_key, header, path, full, path.position, "state")
         tail = self._part(holding.state_key, "kv.tail", (path.position - full) * width).reshape(path.position - full, width)
@@ -366,15 +376,19 @@ class Shelf:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _needed_extents(self, holding: Holding, first_block: int) -> Iterator[tuple[int, int, Extent]]:
-        """(first block, end block, extent) over a chain, in order."""
-        spans: list[tuple[int, int, Extent]] = []
+    def _needed(self, holding: Holding, first_block: int, known: Path | None) -> Iterator[Stretch | tuple[int, int, Extent]]:
+        """(first block, end block, extent) over a chain, in order. known: take stretches of this path that were read before."""
+        parts: list[Stretch | tuple[int, int, Extent]] = []
         block = holding.tail
         while block is not None and block.index >= first_block:
+            if known is not None and block.stretch is not None and block.stretch.is_of(known, block.index + 1 - BLOCKS):
+                parts.append(block.stretch)
+                block = block.stretch.before
+                continue
             first = block.extent.blocks[0]
-            spans.append((first.index, block.index + 1, block.extent))
+            parts.append((first.index, block.index + 1, block.extent))
             block = first.parent
-        return reversed(spans)
+        return reversed(parts)
 
     def _part(self, key: bytes, name: str, nbytes: int) -> np.ndarray:
         array = self.tier.read(key, name)

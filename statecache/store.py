@@ -29,6 +29,7 @@ from statecache.recover import Known, Progress, Users, recover
 from statecache.residency import Residency
 from statecache.shelf import Shelf
 from statecache.staging import Staging
+from statecache.stretches import Join, separate
 from statecache.tiers.base import Take, Tier, ordinary
 from statecache.trim import Trim
 from statecache.types import Boundary, Layout, Payload, TierName
@@ -46,7 +47,7 @@ class StateCache:
     write_behind: nobody waits for a lower tier. Saves end in the first one; copy_one(), called by a background thread, brings
     what want() names to the next; a victim of the first tier that nobody copied in time is gone. What is too large for that one
     waits there in part (staging.py) and can be matched when copy_one() has brought it down.
-    take: memory for what is brought to the first tier.
+    take: memory for what is brought to the first tier. join: see stretches.py.
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
 
@@ -62,6 +63,7 @@ class StateCache:
         hash128: Hash128 = xxh3_128,
         write_behind: bool = False,
         take: Take = ordinary,
+        join: Join = separate,
     ) -> None:
         if not tiers:
             raise ValueError("a state cache needs at least one tier")
@@ -74,7 +76,7 @@ class StateCache:
         self._hash128 = hash128
         self._lock = threading.RLock()
         self._uses_told = clock()
-        shelves = [Shelf(tier, layout) for tier in tiers]
+        shelves = [Shelf(tier, layout, join) for tier in tiers]
         self._kept = Residency(shelves, index, self.policy, clock, write_behind=write_behind)
         self._staging = Staging(self._kept)
         self._trim = Trim(self._kept)

@@ -120,6 +120,8 @@ def pinned_limit(ram_cache_bytes: int) -> int:
 
 def load_states(settings: WorkerSettings, engine: Engine, pipe: WorkerPipe, take: Take = ordinary) -> SavedStates:
     """The saved states of this engine, found again on disk; progress goes out as Loading frames. take: memory for the tier."""
+    from engine.kvcache.spans import joined
+
     namespace, layout = namespace_of(engine.info, engine.layout)
     disk = DiskSettings(
         Path(settings.state_dir) / "checkpoints",
@@ -139,6 +141,7 @@ def load_states(settings: WorkerSettings, engine: Engine, pipe: WorkerPipe, take
         prepare=lambda database: upgrade(database, "statecache"),
         progress=_telling(pipe),
         take=take,
+        join=joined,
     )
 
 

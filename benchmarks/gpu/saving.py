@@ -12,6 +12,7 @@ from agentserve.worker.pools import EnginePools
 from agentserve.worker.state_bridge import BUSY_PIECE_BYTES, IDLE_PIECE_BYTES
 from engine.engine import Engine
 from engine.kvcache.arena import STEP_BYTES
+from engine.kvcache.spans import joined
 from engine.types import HoldId, KvRun, StateSnapshot
 from statecache.index.radix import RadixIndex
 from statecache.store import StateCache
@@ -35,7 +36,7 @@ class Saves:
         self.pinned_s_per_gb = (time.perf_counter() - began) / max(1, memory.stats().pinned) * 1e9
         namespace, layout = namespace_of(engine.info, engine.layout)
         tier = RamTier(limit_bytes, take=memory.take)
-        self.cache = StateCache(namespace, layout, tiers=[tier], index=RadixIndex(), take=memory.take)
+        self.cache = StateCache(namespace, layout, tiers=[tier], index=RadixIndex(), take=memory.take, join=joined)
         self.cache.attach(EnginePools(engine, engine.release))
         self.calls_ms: list[float] = []
 

@@ -30,6 +30,7 @@ class ScaledTier(RamTier):
 
     def __init__(self, budget_bytes: int, *, name: TierName = "ram", extent_blocks: int = 1) -> None:
         super().__init__(budget_bytes // SCALE, name=name)
+        self.stays = False
         self.extent_blocks = extent_blocks
         self.written: Counter[str] = Counter()
         self.segments: Counter[str] = Counter()

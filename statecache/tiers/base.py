@@ -55,11 +55,13 @@ class Tier(Protocol):
     """One medium. The store calls it under its lock, except for reads, which may come from any thread.
 
     name: reported to users; each tier of a cache has another one. extent_blocks: how many blocks the store should gather in one
-    extent (1 where each block can be freed alone).
+    extent (1 where each block can be freed alone). stays: what read() gave is as it was while its segment is here, so that
+    it need not be read again.
     """
 
     name: TierName
     extent_blocks: int
+    stays: bool
 
     @property
     def budget_bytes(self) -> int: ...

@@ -48,6 +48,7 @@ class DiskTier:
     """
 
     extent_blocks = 16
+    stays = False
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class RamTier:
         self._budget = budget_bytes
         self._used = 0
         self._checksums = checksums
+        self.stays = not checksums
         self._take = take
         self._segments: dict[bytes, tuple[SegmentHeader, dict[str, np.ndarray], dict[str, int], int]] = {}
 
