@@ -99,7 +99,7 @@ class EngineConfig:
     chunk_tokens: int = 512
     step_tokens: int | Auto = "auto"
     restore_bytes: int = 32 << 20
-    decode_gap_ms: int = 120
+    decode_gap_ms: int = 80
     max_rows: int = 16
     max_context: int | Auto = "auto"
     memory_bytes: int | Auto = "auto"

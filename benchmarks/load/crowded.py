@@ -25,7 +25,7 @@ from benchmarks.load.policies import summary
 from benchmarks.load.recorded import Job
 from benchmarks.load.simulator import POLICIES, Figures, lone_ttft_us, simulate
 
-GAP_US = 120_000
+GAP_US = 80_000
 """As engine.config has it."""
 
 
