@@ -147,7 +147,7 @@ def _saves(context: Context) -> dict[str, Any]:
         more = more and saves.piece(busy=True)
 
     engine.set_beside(beside)
-    steps = 8 + nbytes // BUSY_PIECE_BYTES * 3 // 2
+    steps = 8 + nbytes // BUSY_PIECE_BYTES * 5  # a piece waits for the steps that were begun before it
     stream = player.start(words.take(8), 2 + plan.decode_warm + (plan.repeats + 1) * 2 * steps)
     player.until(stream, 1 + plan.decode_warm)
     gaps: dict[bool, list[float]] = {False: [], True: []}
