@@ -55,7 +55,7 @@ def killed(opened) -> None:
     """Let go of everything without a last word."""
     opened.writer.close(0.0)
     opened.ledger._engine.dispose()
-    opened._held.release()
+    opened._place.close()
 
 
 def revisions() -> list[str]:

@@ -71,7 +71,7 @@ class DurableMachine(CacheMachine):
             self.states.ledger._notes.clear()
             self.states.writer.close(0.0)
             self.states.ledger._engine.dispose()
-            self.states._held.release()
+            self.states._place.close()
         else:
             self.states.close(0.0, everything=False)
         if ending.endswith("lost"):
