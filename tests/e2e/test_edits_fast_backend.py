@@ -2,9 +2,10 @@
 
 Fast kernels round differently with the number of rows that they are given, so a restored state is compared with a cold run
 whose chunks end where the chunks and decode steps behind that state ended. What is left is a state taken inside a chunk.
-TOLERANCE bounds the log-probabilities of the two best tokens at each step, as far as LIKELY: where the model is sure, the second
-best is one in ten million, and bf16 rounds its logits by more than that says anything. Where the best are closer than it, either
-is right. Measured with AVX-512 in bf16: 0.0 in every case. A cold run in one chunk gave the same tokens, but up to 0.9 for unlikely ones.
+TOLERANCE bounds the log-probabilities of the two best tokens at each step, as far as they are LIKELY: where the model is sure,
+the second best is one in ten million, and bf16 rounds its logit by more than says anything. Where the two are closer than it,
+either is right. Measured with AVX-512 in bf16: 0.0 in every case. A cold run in one chunk gave the same tokens, but up to 0.9
+for unlikely ones.
 """
 
 from __future__ import annotations
