@@ -27,7 +27,8 @@ from tests.agentserve.text.play import Agent as TextAgent
 from tests.agentserve.text.play import output, request, user
 from tests.e2e.conftest import DEMO_MODEL
 
-TOLERANCE = 0.02
+TOLERANCE = 0.13
+"""A logit of 16 to 32 has steps of an eighth in bf16."""
 LIKELY = -8.0
 WEATHER = FunctionTool(
     name="get_weather",
@@ -123,7 +124,9 @@ def apart(warm: Said, cold: Said) -> float:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load(EngineConfig(model_dir=DEMO_MODEL, backend="cpu", threads=1, kv_tokens=16_384, max_rows=2))
+    return Engine.load(
+        EngineConfig(model_dir=DEMO_MODEL, backend="cpu", threads=1, kv_tokens=16_384, max_rows=2, decode_gap_ms=0)
+    )
 
 
 @pytest.fixture
