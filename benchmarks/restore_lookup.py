@@ -1,16 +1,19 @@
 """What a restore of a long context from memory costs the processor before the last copy can be sent, the first time and again.
 
-python -m benchmarks.restore_lookup [--tokens 65536]. Milliseconds of processor time, the best of many; no bytes are copied.
+python -m benchmarks.restore_lookup [--tokens 65536] [--record]
+
+Milliseconds of processor time, the best of many; no bytes are copied.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from typing import Any
 
 import numpy as np
 
+from benchmarks.common import report
 from engine.kvcache.spans import joined
 from engine.types import KvRun
 from statecache.index.radix import RadixIndex
@@ -29,14 +32,18 @@ REPEATS = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65_536)
-    tokens: int = parser.parse_args().tokens
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
+    options = parser.parse_args()
+    tokens: int = options.tokens
+    figures: dict[str, Any] = {}
     ids = np.random.default_rng(0).integers(0, 1000, tokens + 1).astype(np.uint32)
     for join in (separate, joined):
         firsts = [milliseconds(made(ids, join), ids) for _ in range(REPEATS // 4)]
         cache = made(ids, join)
         milliseconds(cache, ids)
         again = min(milliseconds(cache, ids) for _ in range(REPEATS))
-        print(json.dumps({"tokens": tokens, "join": join.__name__, "first_ms": min(firsts), "again_ms": again}))
+        figures[join.__name__] = {"first_ms": min(firsts), "again_ms": again}
+    report("restore_lookup", "none", {"tokens": tokens}, figures, options.record)
 
 
 def made(ids: np.ndarray, join: Join) -> StateCache:

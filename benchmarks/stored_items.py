@@ -1,6 +1,6 @@
 """What the sessions database takes for a chat whose client resends its whole context, by each API: rows, bytes, the file.
 
-python -m benchmarks.stored_items [--turns 50]
+python -m benchmarks.stored_items [--turns 50] [--record]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import report
 from benchmarks.load.server import lab_server
 
 APIS = ("chat/completions", "messages", "responses")
@@ -25,11 +26,15 @@ ANSWER_TOKENS = 24
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=50)
-    turns: int = parser.parse_args().turns
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results/")
+    options = parser.parse_args()
+    turns: int = options.turns
+    figures: dict[str, Any] = {}
     for api in APIS:
         with tempfile.TemporaryDirectory() as folder, lab_server(Path(folder), "instant") as server:
             chat(server.port, api, turns)
-            print(json.dumps({"api": api, "turns": turns, **taken(Path(folder) / "sessions.db")}), flush=True)
+            figures[api] = taken(Path(folder) / "sessions.db")
+    report("stored_items", "instant", {"turns": turns}, figures, options.record)
 
 
 def chat(port: int, api: str, turns: int) -> None:
