@@ -16,6 +16,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ LIMIT_S = 600.0
 STUCK_S = 10.0
 """Of the watchdog where a step sticks. Elsewhere it is as always: a busy machine can keep a worker silent for seconds."""
 DRAIN_S = 1.0
+DISK_BYTES = 8 << 20
 BUSY = ("agentserve_active_responses", "agentserve_open_sockets", 'agentserve_worker_counter{name="turns"')
 KEPT = tuple(f'agentserve_worker_counter{{name="{name}"' for name in ("pins", "release_errors"))
 
@@ -187,6 +189,30 @@ def database(stop: Callable[[], None], start: Callable[[], None]) -> Kind:
     return lose
 
 
+def full_disk(disk: Path) -> Kind:
+    """Nothing more fits on the file system of the server's state until half of the agents were told so."""
+    ballast = disk / "ballast"
+
+    def fill(sessions: Path) -> None:
+        # What the log of the sessions has room for would be written still, and turns as small as these are: it gives it back.
+        with contextlib.closing(sqlite3.connect(sessions, timeout=LIMIT_S)) as other:
+            other.execute("pragma wal_checkpoint(truncate)")
+        with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    async def lack(play: Play) -> None:
+        await asyncio.to_thread(fill, play.server.state / "sessions.db")
+        play.broken()
+        while play.told("disk is full") < AGENTS // 2:
+            await asyncio.to_thread(fill, play.server.state / "sessions.db")
+            await asyncio.sleep(0.05)
+        ballast.unlink()
+        play.healed()
+
+    return lack
+
+
 async def play(server: CrashServer, name: str, kind: Kind) -> Play:
     """All agents to the end of their turns, with a failure in the middle. Raises what an agent could not survive."""
     meeting = Meeting(AGENTS)
@@ -260,7 +286,7 @@ HERE: dict[str, Kind] = {
     "server_killed": server_killed,
 }
 """On a server with nothing special; those below have one of their own."""
-ELSEWHERE = ("stuck_step", "database")
+ELSEWHERE = ("stuck_step", "database", "disk_full")
 
 
 @contextlib.contextmanager
@@ -297,6 +323,21 @@ def with_database(folder: Path, backend: str) -> Iterator[tuple[CrashServer, Kin
             postgres.stop()
 
 
+@contextlib.contextmanager
+def with_small_disk(folder: Path, backend: str) -> Iterator[tuple[CrashServer, Kind]]:
+    """A server whose state lies on a file system of its own, of DISK_BYTES. Raises NotHere."""
+    disk = folder / "state"
+    disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        raise NotHere("mounting a small file system needs root")
+    try:
+        with started(folder, backend=backend) as server:
+            yield server, full_disk(disk)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 def run(
     kinds: Sequence[str], backend: str = "cpu", show: Callable[[str, Mapping[str, Any]], None] = lambda *_: None
 ) -> dict[str, Any]:
@@ -311,7 +352,7 @@ def run(
             for name in kinds:
                 if name in HERE:
                     found[name] = _checked(server, name, HERE[name], calm, show)
-        for name, place in zip(ELSEWHERE, (with_watchdog, with_database), strict=True):
+        for name, place in zip(ELSEWHERE, (with_watchdog, with_database, with_small_disk), strict=True):
             if name in kinds:
                 try:
                     with place(folder / name, backend) as (server, kind):

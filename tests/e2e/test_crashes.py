@@ -20,6 +20,7 @@ TOLD = {
     "drained": "closed 1012",
     "server_killed": "closed 1006",
     "database": "server_error the session database",
+    "disk_full": "server_error the session database did not take this turn (OperationalError: database or disk is full)",
 }
 """What at least one agent hears, beginning with its code."""
 
@@ -64,6 +65,12 @@ def test_a_restored_state_gives_bit_for_bit_the_answers_of_a_calm_run() -> None:
 @pytest.mark.timeout(1800)
 def test_a_database_that_is_lost_fails_turns_until_it_is_back() -> None:
     survived(["database"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_full_disk_fails_turns_until_there_is_room_again() -> None:
+    survived(["disk_full"])
 
 
 # ── the lab's own eyes ───────────────────────────────────────────────────────────────────────────────────────────
