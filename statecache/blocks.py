@@ -28,7 +28,7 @@ class Extent:
 class Block:
     """64 tokens of KV. refs: needed child blocks + states that end here; 0 = only its extent keeps it.
 
-    stretch: this and those before it as they were read last, see stretches.py.
+    stretch: this and those before it as a restore sends them, see stretches.py.
     """
 
     __slots__ = ("extent", "ids", "index", "key", "parent", "refs", "stretch")

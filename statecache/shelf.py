@@ -7,6 +7,7 @@ what is put and evicted. Not thread-safe except for `read`, `store` and `seal`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from statecache.blocks import Block, Draft, Extent, Holding
 from statecache.checkpoint import Path, Record, Rows, TierStats, rows_between
 from statecache.errors import Collision, ReadStopped, SegmentBad
 from statecache.headers import check_header, extent_header, segment_keys, state_header
-from statecache.stretches import BLOCKS, Gathered, Join, Stretch, separate
+from statecache.stretches import BLOCKS, Join, Stretch, separate, stretch_of
 from statecache.tiers.base import SegmentHeader, Tier
 from statecache.types import BLOCK_TOKENS, KvRun, Layout, Payload
 
@@ -27,6 +28,7 @@ class Shelf:
     def __init__(self, tier: Tier, layout: Layout, join: Join = separate) -> None:
         """join: see stretches.py."""
         self._join = join
+        self._stretches = tier.stays and tier.extent_blocks == 1
         self.tier = tier
         self.layout = layout
         self.blocks: dict[bytes, Block] = {}
@@ -211,6 +213,7 @@ class Shelf:
             self.written_bytes += extent.nbytes
             block = self.blocks[key] = Block(key, tail, index, ids, extent)
             extent.blocks.append(block)
+            self._completes(path, block)
         elif block.parent is not tail or block.index != index or block.ids != ids:
             raise Collision(f"block key {key.hex()} names two paths")
         self.hold(block)
@@ -230,6 +233,7 @@ class Shelf:
                 # One hold for its maker, and its own of the block in front, which was its maker's until now.
                 block.refs = 1
                 extent.live += 1
+                self._completes(path, block)
                 tail = block
         state_key, logits_key = segment_keys(draft.record)
         if draft.logits_only:
@@ -336,11 +340,11 @@ class Shelf:
             raise SegmentBad(self.tier.name, segment_keys(record)[0], "no longer here")
         width = self.layout.kv_token_bytes
         full = path.blocks * BLOCK_TOKENS
-        gathered = Gathered(path, self._join)
-        remembers = kv_out is None and not first_block and self.tier.stays and self.tier.extent_blocks == 1
-        for part in self._needed(holding, first_block, path if remembers else None):
+        runs: list[KvRun] = []
+        whole = kv_out is None and not first_block
+        for part in self._needed(holding, first_block, path if whole else None):
             if isinstance(part, Stretch):
-                gathered.again(part)
+                runs += part.runs
                 continue
             first, end, extent = part
             if stop is not None and stop():
@@ -355,9 +359,7 @@ class Shelf:
             data = self.tier.read(extent.key, "kv")
             if data.nbytes != len(extent.blocks) * BLOCK_TOKENS * width:
                 raise SegmentBad(self.tier.name, extent.key, f"kv has {data.nbytes} bytes")
-            run = KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width))
-            gathered.add(run, extent.blocks[0] if remembers else None)
-        runs = gathered.runs
+            runs.append(KvRun(first * BLOCK_TOKENS, data[:nbytes].reshape(count * BLOCK_TOKENS, width)))
         header = self.tier.header(holding.state_key)
         check_header(self.tier.name, holding.state_key, header, path, full, path.position, "state")
         tail = self._part(holding.state_key, "kv.tail", (path.position - full) * width).reshape(path.position - full, width)
@@ -377,7 +379,7 @@ class Shelf:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _needed(self, holding: Holding, first_block: int, known: Path | None) -> Iterator[Stretch | tuple[int, int, Extent]]:
-        """(first block, end block, extent) over a chain, in order. known: take stretches of this path that were read before."""
+        """(first block, end block, extent) over a chain, in order. known: take stretches of this path."""
         parts: list[Stretch | tuple[int, int, Extent]] = []
         block = holding.tail
         while block is not None and block.index >= first_block:
@@ -389,6 +391,15 @@ class Shelf:
             parts.append((first.index, block.index + 1, block.extent))
             block = first.parent
         return reversed(parts)
+
+    def _completes(self, path: Path, block: Block) -> None:
+        """A block of the path has come, and perhaps a stretch with it."""
+        if not self._stretches or (block.index + 1) % BLOCKS:
+            return
+        shape = (BLOCK_TOKENS, self.layout.kv_token_bytes)
+        # One of its blocks may have turned out bad; who reads it is told, and there is no stretch of it.
+        with contextlib.suppress(SegmentBad):
+            block.stretch = stretch_of(path, block, lambda b: self.tier.read(b.extent.key, "kv").reshape(shape), self._join)
 
     def _part(self, key: bytes, name: str, nbytes: int) -> np.ndarray:
         array = self.tier.read(key, name)

@@ -1,19 +1,19 @@
-"""Runs of a long context in memory as they were read before, kept with the last of their blocks, so that a restore takes them.
+"""Runs of a long context in memory as a restore sends them, kept with the last of their blocks since that came.
 
-A thousand blocks cost 4 to 5 µs each to be looked up, checked and described, and a device waits for all of them. Segments never
-change while they are here, and a block keeps all before it here; so what was once checked needs only its tokens compared.
+A thousand blocks cost 4 to 5 µs each to be looked up, checked and described, and a device would wait for all of them. Segments
+never change while they are here, and a block keeps all before it here; so only the tokens of a stretch are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from statecache.blocks import Block
 from statecache.checkpoint import Path
-from statecache.types import KvRun
+from statecache.types import BLOCK_TOKENS, KvRun
 
 BLOCKS = 64
 """Of a stretch, whose first block is a multiple of this."""
@@ -40,39 +40,20 @@ class Stretch:
         return mine and path.block_ids(first, first + BLOCKS) == self.ids
 
 
-class Gathered:
-    """The runs of one read of a path, in order; whole stretches of single blocks are remembered on the way."""
-
-    def __init__(self, path: Path, join: Join) -> None:
-        self.runs: list[KvRun] = []
-        self._path = path
-        self._join = join
-        self._new: list[Block] = []
-
-    def again(self, stretch: Stretch) -> None:
-        """As it was read before."""
-        self.runs += stretch.runs
-
-    def add(self, run: KvRun, block: Block | None) -> None:
-        """Checked rows; of this block alone where they may be remembered."""
-        self.runs.append(run)
-        if block is None:
-            return
-        if block.index % BLOCKS == 0:
-            self._new = []
-        self._new.append(block)
-        if (block.index + 1) % BLOCKS == 0 and len(self._new) == BLOCKS:
-            block.stretch = stretch_of(self._path, self._new[0], self.runs[-BLOCKS:], self._join)
-            self.runs[-BLOCKS:] = block.stretch.runs
-
-
-def stretch_of(path: Path, first: Block, runs: Sequence[KvRun], join: Join) -> Stretch:
-    """From this block on; of the runs of its blocks, which were checked against the path."""
-    width, start, joined = runs[0].rows.shape[1], runs[0].start, list[KvRun]()
-    for array in join(run.rows for run in runs):
+def stretch_of(path: Path, last: Block, rows_of: Callable[[Block], np.ndarray], join: Join) -> Stretch:
+    """Of the blocks up to `last`, the last of a stretch, which is on the path. rows_of: uint8 [tokens, width] of one."""
+    blocks = [last]
+    while blocks[-1].index % BLOCKS:
+        parent = blocks[-1].parent
+        assert parent is not None
+        blocks.append(parent)
+    blocks.reverse()
+    arrays = [rows_of(block) for block in blocks]
+    width, start, runs = arrays[0].shape[1], blocks[0].index * BLOCK_TOKENS, list[KvRun]()
+    for array in join(arrays):
         rows = array.reshape(-1, width)
         rows.flags.writeable = False
-        joined.append(KvRun(start, rows))
+        runs.append(KvRun(start, rows))
         start += len(rows)
-    ids = path.block_ids(first.index, first.index + BLOCKS)
-    return Stretch(path.namespace, path.salt, ids, first.parent, tuple(joined))
+    ids = path.block_ids(blocks[0].index, last.index + 1)
+    return Stretch(path.namespace, path.salt, ids, blocks[0].parent, tuple(runs))

@@ -1,4 +1,4 @@
-"""A long context is read again by whole stretches: the same bytes, its tokens compared first, and nothing is kept of it."""
+"""A long context is read by whole stretches: the same bytes, its tokens compared first, and nothing is kept of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from engine.kvcache.spans import joined
+from statecache.blocks import Block
 from statecache.boundary import Boundary
 from statecache.checkpoint import Path
 from statecache.errors import SegmentBad
 from statecache.index.radix import RadixIndex
+from statecache.keys import block_keys
+from statecache.shelf import Shelf
 from statecache.store import StateCache
 from statecache.stretches import BLOCKS, Join, separate
 from statecache.tiers.ram import RamTier
@@ -61,23 +64,35 @@ def whole(payload: Payload) -> np.ndarray:
     return np.concatenate([run.rows for run in payload.kv])
 
 
-def test_what_was_read_before_is_not_looked_up_again() -> None:
+def test_a_read_takes_whole_stretches_the_first_time_too() -> None:
     tier = Counting()
     cache = saved(tier)
-    first = read(cache)
-    assert tier.calls["kv"] == 3 * BLOCKS + 5
-    tier.calls.clear()
-    again = read(cache)
-    assert (tier.calls["kv"], tier.calls["header"]) == (5, 5 + 1)
-    for payload in (first, again):
+    for payload in (read(cache), read(cache)):
         assert np.array_equal(whole(payload), ROWS)
         assert not any(run.rows.flags.writeable for run in payload.kv)
+    tier.calls.clear()
+    read(cache)
+    assert (tier.calls["kv"], tier.calls["header"]) == (5, 5 + 1)
+
+
+def test_stretches_of_what_comes_a_block_at_a_time() -> None:
+    tier = Counting()
+    shelf = Shelf(tier, LAYOUT)
+    ids = IDS[: BLOCKS * BLOCK_TOKENS]
+    path = Path(NAMESPACE, SALT, ids.tobytes(), b"".join(block_keys(NAMESPACE, SALT, ids)))
+    block: Block | None = None
+    for index in range(BLOCKS):
+        assert block is None or block.stretch is None
+        block = shelf.append(path, block, ROWS[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
+    assert block is not None
+    assert block.stretch is not None
+    assert block.stretch.before is None
+    assert np.array_equal(np.concatenate([run.rows for run in block.stretch.runs]), ROWS[: BLOCKS * BLOCK_TOKENS])
 
 
 def test_a_longer_context_takes_the_stretches_of_the_one_it_goes_on_from() -> None:
     tier = Counting()
     cache = saved(tier)
-    read(cache)
     end = TOKENS + 50
     rows = np.concatenate([ROWS, np.full((50, WIDTH), 7, np.uint8)])
     payload = Payload(end, (KvRun(0, rows),), {"s": np.zeros(STATE, np.uint8)}, None)
@@ -92,7 +107,6 @@ def test_a_longer_context_takes_the_stretches_of_the_one_it_goes_on_from() -> No
 def test_tokens_are_compared_before_a_stretch_is_used(changed: int) -> None:
     """As if the index had named the wrong checkpoint."""
     cache = saved(Counting())
-    read(cache)
     (record,) = cache._kept.records.values()
     (shelf,) = cache._kept.shelves
     ids = IDS[:TOKENS].copy()
@@ -115,7 +129,6 @@ def test_neighbours_in_memory_come_as_one_and_stay_as_long_as_they_are_looked_at
         return memory[at[0] - nbytes : at[0]]
 
     cache = saved(RamTier(1 << 26, take=take), joined)
-    read(cache)
     payload = read(cache)
     assert len(payload.kv) == 3 + 5 + 1
     assert np.array_equal(whole(payload), ROWS)
@@ -130,7 +143,6 @@ def test_an_evicted_context_leaves_no_memory_behind_and_spares_who_still_reads()
         return array
 
     cache = saved(RamTier(1 << 26, take=take), joined)
-    read(cache)
     payload = read(cache)
     (record,) = cache._kept.records
     assert cache.evict(record)
