@@ -20,6 +20,7 @@ from agentserve.config import Config, ModelConfig, unknown_names
 from agentserve.dialects.registry import DIALECTS
 from agentserve.errors import ConfigError
 from agentserve.garbage import keep_loaded
+from agentserve.large import switch_often
 from agentserve.listen import listen
 from agentserve.metrics import Metrics
 from agentserve.sealing import Seal
@@ -124,6 +125,7 @@ def _compose(config: Config, state: StateDir, spawn: Spawn, stuck_s: float) -> A
         for _share, supervisor in workers:
             supervisor.start()
         keep_loaded()
+        switch_often()
         try:
             yield
         finally:

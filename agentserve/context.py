@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +14,7 @@ from agentserve.protocol.items import InputItem, Item, Tool
 from agentserve.request import TurnRequest
 from agentserve.sealing import going_on_from, opened
 from agentserve.services import Services
+from agentserve.session_ids import conversation_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ async def resolve(request: TurnRequest, services: Services, local: LocalResponse
         if not own and not request.create.instructions:
             raise InvalidValue("nothing to answer: `input` and `instructions` are empty", "input")
         items, session = going_on_from(own, services.seal, request.principal.id)
-        return Context(_first_session(request, session), None, items, own, request.tools or ())
+        return Context(request.session or session or request.begins, None, items, own, request.tools or ())
     chain = await _chain(request.principal.id, parent_id, services.store, local)
     if chain is None:
         raise PreviousResponseNotFound(parent_id[:128])
@@ -93,9 +93,8 @@ async def _extended(request: TurnRequest, conversation_id: str, own: tuple[Input
     chain = None if last is None else await store.chain(principal, last)
     before = None if chain is None else chain[-1]
     parent = before if conversation.version == conversation.told else None
-    seed = f"conversation:{conversation.id}".encode()
     return Context(
-        _session_id(principal, seed),
+        conversation_session(principal, conversation.id),
         parent,
         going_on_from(kept + own, services.seal, principal)[0],
         own if parent is not None else kept + own,
@@ -115,27 +114,3 @@ async def _chain(principal: str, response_id: str, store: Store, local: LocalRes
     if at is not None:
         older = await store.chain(principal, at)
     return None if older is None else (*older, *reversed(newer))
-
-
-def _first_session(request: TurnRequest, carried: str | None) -> str:
-    """Id of the session that a turn without a parent belongs to: by name if it has one, else by how its context begins.
-
-    carried: the one that a compaction names, whose beginning the client may have left out.
-    """
-    if request.session_hint is not None:
-        return named_session(request.principal.id, request.session_hint)
-    if carried is not None:
-        return carried
-    first_user = next((i for i, item in enumerate(request.items) if getattr(item, "role", None) == "user"), len(request.items))
-    instructions, items = request.normalisers.head(request.create.instructions, request.items[: first_user + 1])
-    head = tuple((getattr(item, "role", ""), getattr(item, "text", "")) for item in items)
-    return _session_id(request.principal.id, msgspec.msgpack.encode((instructions, head)))
-
-
-def named_session(principal: str, hint: str) -> str:
-    """Id of the session that a client names by a cache key or a header, see request.py."""
-    return _session_id(principal, hint.encode())
-
-
-def _session_id(principal: str, seed: bytes) -> str:
-    return "ses_" + hashlib.sha256(principal.encode() + b"\0" + seed).hexdigest()[:30]

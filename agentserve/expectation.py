@@ -7,12 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-from agentserve.context import named_session
 from agentserve.errors import ApiError
 from agentserve.events import new_id
 from agentserve.interfaces import Principal, Store, StoredResponse, Worker
 from agentserve.request import header_session
 from agentserve.served import Served
+from agentserve.session_ids import named_session
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from agentserve.large import read_beside
 from agentserve.outbox import Outbox
 from agentserve.prompt import count_tokens
 from agentserve.protocol.codec import encode, error_body_for, sse
-from agentserve.protocol.decode import check_members, decode
+from agentserve.protocol.decode import decode
+from agentserve.protocol.pieces import check_members
 from agentserve.protocol.responses import ErrorDetail, InputTokens, ResponseBody, ResponseCreate
 from agentserve.protocol.server_events import Created, Event
 from agentserve.request import TurnRequest, accept

@@ -34,6 +34,7 @@ from agentserve.protocol.responses import (
     check_metadata,
 )
 from agentserve.protocol.tool_choice import ToolChoice, tool_choice
+from agentserve.session_ids import begun_session, named_session
 from agentserve.worker.messages import Sampling
 
 SESSION_HEADERS = ("session-id", "x-claude-code-session-id")
@@ -49,7 +50,8 @@ class TurnRequest:
     """One accepted turn. accepted_at: `time.monotonic()`. tools None: the parent's, if there is one.
 
     max_output_tokens: as asked, None = the server's default. top_logprobs None = none wanted. field_names: of fields that the
-    client knows by another name than Responses. aside: the server's own question, no turn of the session.
+    client knows by another name than Responses. session: the one that the client names. begins: that of contexts that begin
+    like this, where neither client nor parent names one. aside: the server's own question, no turn of the session.
     """
 
     id: str
@@ -66,7 +68,8 @@ class TurnRequest:
     tool_choice: ToolChoice
     model: str
     top_logprobs: int | None
-    session_hint: str | None
+    session: str | None
+    begins: str
     idempotency_key: str | None
     digest: bytes
     field_names: Mapping[str, str] = field(default_factory=dict)
@@ -201,6 +204,12 @@ def _accept(
     wants_logprobs = bool(create.top_logprobs) or "message.output_text.logprobs" in (create.include or ())
     # A socket's headers belong to all of its turns, so that a key there would make every second turn a conflict.
     key = metadata.get("idempotency_key") or (None if websocket else headers.get("idempotency-key"))
+    given = decode_input(create.input, max_items=config.limits.items) if items is None else items
+    normalisers = Normalisers(
+        config.turn.normalise if options.normalise is None else options.normalise, config.turn.nonce_headers
+    )
+    session = _session(create, principal, headers)
+    begins = session is None and create.previous_response_id is None and create.conversation is None
     return TurnRequest(
         id=new_id("resp"),
         principal=principal,
@@ -209,20 +218,19 @@ def _accept(
         created_at=int(time.time()),
         create=create,
         options=options,
-        items=decode_input(create.input, max_items=config.limits.items) if items is None else items,
+        items=given,
         tools=None if create.tools is None else tools,
         ignored_tools=ignored,
         tools_echo=echo,
         tool_choice=tool_choice(create.tool_choice),
         model=_model(create.model, config),
         top_logprobs=(create.top_logprobs or 0) if wants_logprobs else None,
-        session_hint=_session_hint(create, headers),
+        session=session,
+        begins=begun_session(principal.id, create.instructions, given, normalisers) if begins else "",
         idempotency_key=key,
         digest=_digest(create),
         field_names=field_names,
-        normalisers=Normalisers(
-            config.turn.normalise if options.normalise is None else options.normalise, config.turn.nonce_headers
-        ),
+        normalisers=normalisers,
     )
 
 
@@ -259,10 +267,9 @@ def _model(name: str | None, config: Config) -> str:
     raise ModelNotFound(name[:128], tuple(known for m in served for known in (m.name, *m.aliases)))
 
 
-def _session_hint(create: ResponseCreate, headers: Mapping[str, str]) -> str | None:
-    if create.prompt_cache_key:
-        return f"key:{create.prompt_cache_key}"
-    return header_session(headers)
+def _session(create: ResponseCreate, principal: Principal, headers: Mapping[str, str]) -> str | None:
+    hint = f"key:{create.prompt_cache_key}" if create.prompt_cache_key else header_session(headers)
+    return None if hint is None else named_session(principal.id, hint)
 
 
 def header_session(headers: Mapping[str, str]) -> str | None:

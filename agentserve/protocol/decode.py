@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from agentserve.errors import InvalidValue, MessageTooLarge, UnknownEvent, UnsupportedValue
+from agentserve.errors import InvalidValue, UnknownEvent, UnsupportedValue
 from agentserve.protocol.items import (
     MAX_DEPTH,
     Compaction,
@@ -39,6 +39,7 @@ from agentserve.protocol.items import (
     Tool,
     nesting,
 )
+from agentserve.protocol.pieces import check_members, decode_large, is_large
 from agentserve.protocol.responses import (
     ClientFrame,
     FollowFrame,
@@ -51,9 +52,6 @@ from agentserve.schema_errors import explain
 
 T = TypeVar("T")
 
-MAX_COMMAS = 2 << 20
-"""In one message, in and out of strings: no list or object in it can have more members. Decoding takes up to a hundred bytes
-for each, so that 64 MiB of `1,1,1` would take gigabytes; a text with as many commas fits into no model's context."""
 MAX_TOOLS = 1024
 MAX_PARTS = 4096
 
@@ -131,37 +129,34 @@ class _McpTool(Struct, frozen=True, kw_only=True):
     inputSchema: dict[str, Any]
 
 
-def check_members(message: str | bytes) -> None:
-    """Raises MessageTooLarge for a message that is small on the wire but not in memory. Costs 10 ms for 64 MiB."""
-    if len(message) <= MAX_COMMAS:
-        return
-    commas = message.count(",") if isinstance(message, str) else message.count(b",")
-    if commas > MAX_COMMAS:
-        raise MessageTooLarge(f"the message has {commas} commas, at most {MAX_COMMAS} are accepted")
-
-
 def decode(data: bytes | str | Raw, kind: type[T], where: str = "") -> T:
     """Decode JSON as `kind`. where: path of the value within the request. Raises InvalidValue with that path.
 
     A lone surrogate in an escape becomes U+FFFD: agents cut texts in the middle of a pair, and their JSON encoder lets it pass.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decode(data, kind, where)
     except (msgspec.ValidationError, RecursionError):
         pass
     except msgspec.DecodeError:
         mended = _without_lone_surrogates(data)
         if mended is not None:
             data = mended
-    return _guard(lambda: _typed(data, kind), kind, where)
+    return _guard(lambda: _typed(data, kind, where), kind, where)
 
 
-def _typed(data: bytes | str | Raw, kind: type[T]) -> T:
+def _decode(data: bytes | str | Raw, kind: type[T], where: str) -> T:
+    if is_large(data):
+        return decode_large(data, kind, where)
+    return msgspec.json.decode(data, type=kind)
+
+
+def _typed(data: bytes | str | Raw, kind: type[T], where: str) -> T:
     """Text that is no JSON is told as that, also where something before its fault has a wrong type."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decode(data, kind, where)
     except msgspec.ValidationError:
-        msgspec.json.decode(data)
+        msgspec.json.decode(data, type=Raw if is_large(data) else Any)
         raise
 
 

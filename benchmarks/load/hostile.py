@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -74,7 +75,8 @@ async def attack(
     while go_on():
         outcomes[await _oversized(port, sizes)] += 1
         outcomes[await _deep(port, sizes)] += 1
-        outcomes[await _large(port, sizes)] += 1
+        for name, frame in large_frames(sizes).items():
+            outcomes[f"{name}_{await _large(port, frame)}"] += 1
         for socket in slow:
             socket.raw(b" ")
         await asyncio.sleep(sizes.pause_s)
@@ -98,18 +100,37 @@ async def _oversized(port: int, sizes: Sizes) -> str:
     return "oversized_answered"
 
 
-async def _large(port: int, sizes: Sizes) -> str:
-    """A frame with nothing wrong but that its text is as large as it can be: escapes, which take longest to decode."""
+@functools.cache
+def large_frames(sizes: Sizes) -> dict[str, str]:
+    """Frames as large as they can be, by what takes so long about them. Only the first has nothing wrong.
+
+    text: escapes, which take longest to decode. numbers, keys: members, each of which becomes an object. wrong: is told only
+    once all of it was looked at.
+    """
+    head, escapes = '{"type":"response.create","store":false,', r"\n\""
+    frames: dict[str, tuple[str, Callable[[int], str], str]] = {
+        "text": ('"input":"', lambda _: escapes, '"}'),
+        "wrong": ('"input":"', lambda _: escapes, '","temperature":"hot"}'),
+        "numbers": ('"input":[', lambda _: "1,", "1]}"),
+        "keys": ('"metadata":{', lambda n: f'"{n:07x}":"",', '"":""}}'),
+    }
+    out: dict[str, str] = {}
+    for name, (begin, unit, end) in frames.items():
+        count = (sizes.frame_bytes - len(head + begin + end)) // len(unit(0))
+        out[name] = head + begin + "".join(map(unit, range(count))) + end
+    return out
+
+
+async def _large(port: int, frame: str) -> str:
+    """Send it, on a socket of its own; how that ended."""
     socket = await Socket.connect(port)
-    head, tail = '{"type":"response.create","store":false,"input":"', '"}'
-    escapes = r"\n\"" * ((sizes.frame_bytes - len(head + tail)) // 4)
-    socket.send(head + escapes + tail)
+    socket.send(frame)
     try:
         while not (answer := json.loads(await socket.receive()))["type"].startswith(ENDS):
             pass
-        return f"large_{answer['type']}"
+        return answer["error"]["code"] if answer["type"] == "error" else answer["type"]
     except Closed as closed:
-        return f"large_closed_{closed.code}"
+        return f"closed_{closed.code}"
     finally:
         socket.abort()
 

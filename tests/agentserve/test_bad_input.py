@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from agentserve.protocol.decode import MAX_COMMAS
+from agentserve.protocol.pieces import MAX_MEMBERS
 from tests.budget import examples
 from tests.fakes.canonical import check
 from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running
@@ -217,9 +217,9 @@ def test_a_body_over_the_limit_is_refused(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("member", ["input", "tools", "include", "anything"])
-def test_millions_of_members_are_refused_before_they_are_decoded(member: str) -> None:
+def test_too_many_members_are_refused_before_they_are_decoded(member: str) -> None:
     with running(config_for_tests()) as server, connect(server.ws_url, additional_headers=AUTH) as socket:
-        frame = f'{{"type":"response.create","{member}":[' + "1," * MAX_COMMAS + "1,1]}"
+        frame = f'{{"type":"response.create","{member}":[' + "1," * MAX_MEMBERS + "1,1]}"
         socket.send(frame)
         assert json.loads(socket.recv(timeout=20))["error"]["code"] == "message_too_large"
         answer = httpx.post(f"{server.url}/v1/responses", content=frame, headers=AUTH, timeout=20)

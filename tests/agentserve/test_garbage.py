@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agentserve.large import SWITCH_S
 from agentserve.worker import main as worker_main
 from agentserve.worker.messages import Drain
 from agentserve.worker.pipe import WorkerPipe, append_frame
@@ -55,7 +56,7 @@ async def serve():
     serving = asyncio.ensure_future(application.serve())
     while not application.server.started and not serving.done():
         await asyncio.sleep(0.01)
-    print(gc.get_freeze_count() > 10_000, type(asyncio.get_running_loop()).__module__)
+    print(gc.get_freeze_count() > 10_000, type(asyncio.get_running_loop()).__module__, sys.getswitchinterval())
     application.server.should_exit = True
     await serving
 
@@ -69,9 +70,9 @@ def test_what_was_loaded_is_not_looked_at_again_and_later_cycles_are_collected()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop does not exist there")
-def test_a_server_keeps_what_it_loaded_and_runs_on_uvloop(tmp_path: Path) -> None:
+def test_a_server_keeps_what_it_loaded_runs_on_uvloop_and_switches_threads_often(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SERVES, str(tmp_path)], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "uvloop"]
+    assert done.stdout.split() == ["True", "uvloop", str(SWITCH_S)]
 
 
 def test_a_worker_keeps_what_it_loaded_before_its_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ def test_each_attack_is_made_and_contained_while_others_are_served() -> None:
             return dict(outcomes), frame
 
         outcomes, last = asyncio.run(both())
-    expected = {"oversized_closed_1009": 3, "deep_invalid_value": 3, "large_response.completed": 3}
+    expected = {"oversized_closed_1009": 3, "deep_invalid_value": 3, "text_response.completed": 3, "wrong_invalid_value": 3}
+    expected |= {"numbers_message_too_large": 3, "keys_invalid_value": 3}
     assert outcomes == {**expected, "idle_open": 5, "slow_open": 2}
     assert json.loads(last)["response"]["status"] == "completed"
 

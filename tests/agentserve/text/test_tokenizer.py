@@ -40,6 +40,13 @@ def test_any_text_comes_back_and_never_as_a_marker(parts: list[str]):
     assert not set(ids) & set(tok.marker_by_id)
 
 
+def test_ids_made_an_array_in_runs_are_all_ids(monkeypatch: pytest.MonkeyPatch):
+    text = "several tokens, more than one run of them\n" * 3
+    whole = Tokenizer(tokenizer_json()).encode(text)
+    monkeypatch.setattr(module, "RUN_IDS", 3)
+    assert Tokenizer(tokenizer_json()).encode(text).tolist() == whole.tolist()
+
+
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(-1, tokenizer().vocab_size + 1), max_size=30))
 def test_any_ids_stream_to_the_text_of_their_bytes(ids: list[int]):
