@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.load.client import Closed, Socket
+from benchmarks.load.lone import CONTEXTS, LoneS, deadline_s, sizes_behind, unhurried
 from benchmarks.load.recorded import Turn
 from benchmarks.traces.data import MAGAGENT, MINISWE, records
 
@@ -35,11 +36,13 @@ class Behaviour:
 
 @dataclass
 class Asked:
-    """One turn. predicted, warned: as the first of the server's own events said. ends: terminal event, or what cut it short."""
+    """One turn. behind: tokens of the context that it goes on from. lone_s: what it takes alone, as far as that is known.
+    predicted, warned: as the first of the server's own events said. ends: terminal event, or what cut it short."""
 
     at: float
     suffix: int
-    deadline_s: float
+    behind: int
+    lone_s: float
     created: float | None = None
     ttft: float | None = None
     predicted: float | None = None
@@ -52,6 +55,10 @@ class Asked:
     """(when, how long) between two deltas."""
     ends: str = ""
     response_id: str = ""
+
+    @property
+    def deadline_s(self) -> float:
+        return deadline_s(self.lone_s)
 
 
 def first_token_came(event: dict[str, Any]) -> bool:
@@ -105,8 +112,9 @@ class Session:
         """Go on from an earlier answer: the first `answers` of them stay."""
         del self._chain[answers:]
 
-    async def ask(self, suffix: int, output: int, deadline_s: float) -> Asked:
-        """One turn to its end, or to where it is cut short. Errors of the server are results, not exceptions."""
+    async def ask(self, suffix: int, output: int, lone_s: LoneS = unhurried) -> Asked:
+        """One turn to its end, or to where it is cut short. Errors of the server are results, not exceptions. lone_s: what its
+        deadline follows from."""
         rng, behaviour = self._rng, self.behaviour
         self.busy = True
         try:
@@ -116,12 +124,13 @@ class Session:
                 self._chain.pop()
             while self._chain and self._chain[-1][1] + suffix + output > self._most_context:
                 self._chain.clear()
-            return await self._turn(suffix, output, deadline_s)
+            return await self._turn(suffix, output, lone_s(suffix, self.length))
         finally:
             self.busy = False
 
-    async def _turn(self, suffix: int, output: int, deadline_s: float) -> Asked:
+    async def _turn(self, suffix: int, output: int, lone_s: float) -> Asked:
         rng, behaviour = self._rng, self.behaviour
+        asked = Asked(time.monotonic(), suffix, self.length, lone_s)
         cut_at = rng.randrange(1, output + 1) if rng.random() < behaviour.cancel + behaviour.vanish else 0
         vanish = rng.random() < behaviour.vanish / max(1e-9, behaviour.cancel + behaviour.vanish)
         body: dict[str, Any] = {
@@ -130,11 +139,10 @@ class Session:
             "max_output_tokens": output,
             "reasoning": {"effort": "none"},
             "temperature": 0,
-            "agentserve": {"events": True, "ttft_deadline_ms": max(1, round(deadline_s * 1000))},
+            "agentserve": {"events": True, "ttft_deadline_ms": max(1, round(asked.deadline_s * 1000))},
         }
         if self._chain:
             body["previous_response_id"] = self._chain[-1][0]
-        asked = Asked(time.monotonic(), suffix, deadline_s)
         try:
             if self._socket is None or self._socket.code is not None:
                 self._socket = await Socket.connect(self._port)
@@ -198,11 +206,9 @@ class Session:
 
 
 class Crowd:
-    """Sessions on one server. lone_s(suffix): TTFT of a turn that has the server to itself."""
+    """Sessions on one server. lone_s: TTFT of a turn that has the server to itself; deadlines follow from it."""
 
-    def __init__(
-        self, port: int, *, seed: int, behaviour: Behaviour, most_context: int, lone_s: Callable[[int], float]
-    ) -> None:
+    def __init__(self, port: int, *, seed: int, behaviour: Behaviour, most_context: int, lone_s: LoneS = unhurried) -> None:
         self._port = port
         self._corpus = Corpus()
         self._rng = random.Random(seed)
@@ -222,35 +228,43 @@ class Crowd:
         session, asked = self._session(), []
         for _ in range(rounds):
             for size in sizes:
-                asked.append(await session.ask(size, output, 1000.0))
+                asked.append(await session.ask(size, output))
         session.close()
         return asked
 
-    async def behind(self, sizes: Sequence[int], contexts: int, output: int) -> list[Asked]:
-        """One session alone: each size behind nothing and behind contexts that are evenly spread up to the longest one. What
-        does not fit behind one begins anew, as it does in a crowd."""
+    async def behind(self, output: int, times: Callable[[int], int], contexts: int = CONTEXTS) -> list[Asked]:
+        """One session alone: each size, as often as `times` says, behind nothing and behind contexts that are evenly spread up
+        to the longest one."""
         session, asked = self._session(), []
+        await session.ask(64, output)  # what only the first turn of a server takes
+        session.back_to(0)
         for place in range(contexts):
             wanted = self._most_context * place // contexts
             if wanted > session.length:
-                await session.ask(max(16, wanted - session.length), 1, 1000.0)
-            answers, length = session.answers, session.length
-            for size in sizes:
-                if length + size + output <= self._most_context:
-                    asked.append(await session.ask(size, output, 1000.0))
+                await session.ask(max(16, wanted - session.length), 1)
+            answers = session.answers
+            for size in sizes_behind(session.length, self._most_context - output):
+                for _ in range(times(size)):
+                    asked.append(await session.ask(size, output))
                     session.back_to(answers)
-                else:
-                    anew = self._session()
-                    asked.append(await anew.ask(size, output, 1000.0))
-                    anew.close()
         session.close()
+        return asked
+
+    async def apart(self, work: Sequence[Turn], sessions: Sequence[Session], output: int) -> list[Asked]:
+        """A turn of each session, one after the other; all go on from where they were."""
+        asked = []
+        for session in sessions:
+            turn, answers = self._rng.choice(work), session.answers
+            if session.length + turn.suffix + output <= self._most_context:
+                asked.append(await session.ask(turn.suffix, output, self._lone_s))
+                session.back_to(answers)
         return asked
 
     async def grown(self, agents: int) -> list[Session]:
         """Sessions in the middle of their work: contexts of any length up to the longest."""
         sessions = [self._session() for _ in range(agents)]
         for session in sessions:
-            await session.ask(self._rng.randrange(16, self._most_context - 16), 1, 1000.0)
+            await session.ask(self._rng.randrange(16, self._most_context - 16), 1)
         return sessions
 
     async def closed(self, agents: int, work: Sequence[Turn], seconds: float, sessions: Sequence[Session] = ()) -> float:
@@ -263,7 +277,7 @@ class Crowd:
             nonlocal done
             while time.monotonic() < until:
                 turn = self._rng.choice(turns)
-                asked = await session.ask(turn.suffix, turn.output, 1000.0)
+                asked = await session.ask(turn.suffix, turn.output)
                 done += not asked.ends.startswith("closed")
 
         sessions = [*sessions, *(self._session() for _ in range(agents - len(sessions)))]
@@ -292,7 +306,7 @@ class Crowd:
                 ready.append(session)
             turn = self._rng.choice(work)
             session.busy = True
-            asked.append(asyncio.create_task(session.ask(turn.suffix, turn.output, 3 * self._lone_s(turn.suffix) + 0.25)))
+            asked.append(asyncio.create_task(session.ask(turn.suffix, turn.output, self._lone_s)))
         answers = list(await asyncio.gather(*asked))
         for session in ready:
             session.close()
@@ -309,7 +323,7 @@ class Crowd:
                 await asyncio.sleep(turn.pause / 1e6 / hurry)
                 if time.monotonic() > until:
                     return
-                answers.append(await session.ask(turn.suffix, turn.output, 3 * self._lone_s(turn.suffix) + 0.25))
+                answers.append(await session.ask(turn.suffix, turn.output, self._lone_s))
 
         sessions = [self._session() for _ in range(agents)]
         await asyncio.gather(*(agent(session) for session in sessions))

@@ -2,10 +2,11 @@
 
     python -m benchmarks.load agents [--engine demo] [--agents 16] [--load 0.5] [--minutes 3] [--plot FILE.png] [--record]
 
-First one agent alone, for the TTFT of each suffix behind contexts of any length; then all of them, in the middle of their
-sessions, without pauses, for what the server can do; then turns of the same sessions at random times at `load` of that.
-Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens. Deadlines are three times the lone TTFT of
-the suffix and a quarter of a second. Nothing else should run; see the load in each line.
+First one agent alone, for the TTFT of suffixes behind contexts of any length, and some of the turns to come, to see what that
+is worth; then all of them, in the middle of their sessions, without pauses, for what the server can do; then turns of the same
+sessions at random times at `load` of that. Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens.
+Deadlines are three times each turn's lone TTFT, of its suffix behind its context, and a quarter of a second. Nothing else
+should run; see the load in each line.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -29,30 +28,20 @@ from rich.table import Table
 from benchmarks.common import cpu_s, report
 from benchmarks.load.agents import Asked, Behaviour, Crowd
 from benchmarks.load.goals import Goal, judge, of_turns
+from benchmarks.load.lone import Lone
 from benchmarks.load.policies import at
 from benchmarks.load.recorded import Turn, recorded_sessions
 from benchmarks.load.server import ENGINES, LabServer, lab_server
 
-SIZES = (64, 256, 1024, 4096, 8000)
+LONE_OUTPUT = 4
+OFTEN = 1024
+"""Lone turns of no more tokens are played several times: what holds one up for a moment counts for more in them."""
 
 
 def work(least: int = 64, most: int = 8192, output: int = 64) -> list[Turn]:
     """Recorded turns with suffixes in a range. Their answers are shortened, their pauses kept."""
     turns = (turn for session in recorded_sessions(131_072) for turn in session)
     return [Turn(t.pause, t.restored, t.suffix, min(t.output, output)) for t in turns if least <= t.suffix <= most]
-
-
-def interpolate(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """Straight lines between measured (suffix, seconds), and as far beyond them as the nearest line goes."""
-    ordered = sorted(points)
-
-    def value(size: int) -> float:
-        for (a, low), (b, high) in pairwise(ordered):
-            if size <= b:
-                return max(low if size >= a else 0.0, low + (high - low) * (size - a) / (b - a)) if b > a else low
-        return ordered[-1][1] * size / ordered[-1][0]
-
-    return value
 
 
 class Memory:
@@ -78,8 +67,9 @@ class Memory:
         return found
 
 
-def summary(asked: Sequence[Asked], lone_s: Callable[[int], float]) -> dict[str, Any]:
-    """Of turns that were not cut short. Shares are of those turns; stretch: TTFT ÷ lone TTFT of the suffix."""
+def summary(asked: Sequence[Asked], lone: Lone) -> dict[str, Any]:
+    """Of turns that were not cut short. Shares are of those turns. stretch: TTFT ÷ the median of lone ones of the same suffix
+    behind any context; own_stretch: ÷ the turn's own lone TTFT."""
     ended: dict[str, int] = {}
     for turn in asked:
         ended[turn.ends] = ended.get(turn.ends, 0) + 1
@@ -87,7 +77,8 @@ def summary(asked: Sequence[Asked], lone_s: Callable[[int], float]) -> dict[str,
     if not turns:
         return {"turns": 0, "ended": ended}
     ttft = sorted(t.ttft or 0.0 for t in turns)
-    stretch = sorted((t.ttft or 0.0) / max(1e-3, lone_s(t.suffix)) for t in turns)
+    stretch = sorted((t.ttft or 0.0) / max(1e-3, lone.usual_s(t.suffix)) for t in turns)
+    own_stretch = sorted((t.ttft or 0.0) / max(1e-3, t.lone_s) for t in turns)
     gaps = sorted(gap for t in turns for _, gap in t.gaps)
     told = [t for t in turns if t.predicted is not None]
     errors = sorted(abs((t.predicted or 0) - (t.ttft or 0)) / max(1e-3, t.ttft or 0) for t in told)
@@ -100,6 +91,7 @@ def summary(asked: Sequence[Asked], lone_s: Callable[[int], float]) -> dict[str,
         "ended": ended,
         "ttft_s": _at(ttft, p50=0.5, p95=0.95, p99=0.99),
         "stretch": _at(stretch, p50=0.5, p95=0.95, p99=0.99),
+        "own_stretch": _at(own_stretch, p50=0.5, p95=0.95, p99=0.99),
         "gap_s": _at(gaps, p50=0.5, p99=0.99, max=1.0) if gaps else None,
         "met": round(1 - sum((t.ttft or 0) > t.deadline_s for t in turns) / len(turns), 4),
         "prediction_error": _at(errors, p50=0.5, p95=0.95) if errors else None,
@@ -118,44 +110,50 @@ async def measure(
     server: LabServer, options: argparse.Namespace, turns: Sequence[Turn]
 ) -> tuple[dict[str, Any], list[Asked], Memory]:
     behaviour = Behaviour(options.cancel, options.vanish, options.reconnect, options.edit)
-    plain = Crowd(
-        server.port, seed=options.seed, behaviour=Behaviour(), most_context=options.context, lone_s=lambda size: 1000.0
-    )
+    plain = Crowd(server.port, seed=options.seed, behaviour=Behaviour(), most_context=options.context)
     memory = Memory(server)
     sampling = asyncio.create_task(memory.run())
     cores: dict[str, dict[str, float]] = {}
     try:
-        alone = await plain.behind(SIZES, options.rounds, 4)
-        points = lone_points(alone)
-        if not points:
-            raise RuntimeError(f"no turn was answered: {[t.ends for t in alone]}")
-        lone_s = interpolate(points)
+        lone = measured(
+            await plain.behind(LONE_OUTPUT, lambda size: options.rounds if size <= OFTEN else 1), options.context - LONE_OUTPUT
+        )
         sessions = await plain.grown(options.agents)
+        crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone.own_s)
+        apart = await crowd.apart(turns, sessions, LONE_OUTPUT)
         with using(server, cores, "capacity"):
             capacity = await plain.closed(options.agents, turns, options.capacity_s, sessions)
-        crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone_s)
         with using(server, cores, "load"):
             asked = await crowd.open(options.agents, turns, capacity * options.load, options.minutes * 60, sessions)
     finally:
         sampling.cancel()
     figures = {
-        "lone_ttft_s": {str(size): round(seconds, 4) for size, seconds in points},
+        "lone_ttft_s": {
+            str(behind): {str(size): round(seconds, 4) for size, seconds in points} for behind, points in lone.points.items()
+        },
+        "lone_error": off(apart),
         "capacity_turns_per_s": round(capacity, 3),
         "offered_turns_per_s": round(capacity * options.load, 3),
         "cores": cores,
-        **summary(asked, lone_s),
+        **summary(asked, lone),
         "rss_mib": memory.figures(),
     }
     return figures, asked, memory
 
 
-def lone_points(alone: Sequence[Asked]) -> list[tuple[int, float]]:
-    """Of each size that was answered the median TTFT, over the contexts behind which it was asked."""
-    found: dict[int, list[float]] = {}
-    for turn in alone:
-        if turn.ttft is not None:
-            found.setdefault(turn.suffix, []).append(turn.ttft)
-    return [(size, median(values)) for size, values in sorted(found.items())]
+def measured(alone: Sequence[Asked], room: int) -> Lone:
+    """room: see Lone. Raises RuntimeError where nothing was answered."""
+    points = [(t.behind, t.suffix, t.ttft) for t in alone if t.ttft is not None]
+    if not points:
+        raise RuntimeError(f"no turn was answered: {[t.ends for t in alone]}")
+    return Lone(points, room)
+
+
+def off(apart: Sequence[Asked]) -> dict[str, float]:
+    """How far lone turns are from what they should take, relative: all of them too early or too late (bias), and each."""
+    ratios = sorted((t.ttft or 0.0) / t.lone_s - 1 for t in apart if t.ttft is not None)
+    errors = sorted(abs(ratio) for ratio in ratios)
+    return {"turns": len(ratios), "bias": round(at(ratios, 0.5), 3), **_at(errors, p50=0.5, max=1.0)} if ratios else {}
 
 
 @contextlib.contextmanager
@@ -168,7 +166,7 @@ def using(server: LabServer, cores: dict[str, dict[str, float]], phase: str) -> 
     cores[phase] = {name: round((cpu_s(pid) - before[name]) / span, 3) for name, pid in pids.items()}
 
 
-def write_turns(path: Path, asked: Sequence[Asked], lone_s: Callable[[int], float]) -> None:
+def write_turns(path: Path, asked: Sequence[Asked]) -> None:
     """A JSON line for each turn: which were late, behind what."""
     begun = min((t.at for t in asked), default=0.0)
     with path.open("w") as file:
@@ -176,10 +174,11 @@ def write_turns(path: Path, asked: Sequence[Asked], lone_s: Callable[[int], floa
             line = {
                 "at_s": round(t.at - begun, 3),
                 "suffix": t.suffix,
-                "behind": t.cached,
+                "behind": t.behind,
+                "restored": t.cached,
                 "computed": t.prompt - t.cached,
                 "ttft_s": t.ttft,
-                "lone_s": round(lone_s(t.suffix), 4),
+                "lone_s": round(t.lone_s, 4),
                 "deadline_s": round(t.deadline_s, 4),
                 "predicted_s": t.predicted,
                 "warned": t.warned,
@@ -237,7 +236,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--agents", type=int, default=16)
     parser.add_argument("--load", type=float, default=0.5, help="share of the measured capacity")
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=6, help="lone turns of each size, each behind another context")
+    parser.add_argument("--rounds", type=int, default=3, help="lone turns of each small size behind each context")
     parser.add_argument("--capacity-s", type=float, default=45.0)
     parser.add_argument("--context", type=int, default=24_000, help="longest context before a session begins anew")
     parser.add_argument("--most-suffix", type=int, default=8192)
@@ -265,7 +264,6 @@ def main(arguments: Sequence[str]) -> None:
     if options.plot is not None:
         plot(asked, memory, options.plot)
     if options.turns is not None:
-        points = [(int(size), seconds) for size, seconds in figures["lone_ttft_s"].items()]
-        write_turns(options.turns, asked, interpolate(points))
+        write_turns(options.turns, asked)
     workload = {key: value for key, value in vars(options).items() if key not in ("plot", "turns", "record", "engine")}
     report("load_agents", options.engine, workload, figures, options.record)

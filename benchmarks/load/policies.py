@@ -69,11 +69,15 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
         "missed": round(sum(not outcome.met for outcome in outcomes) / len(outcomes), 4),
         "missed_by_seed": [round(run.missed, 4) for run in runs],
         "busy": round(sum(run.busy_us for run in runs) / sum(run.span_us for run in runs), 3),
-        "stretch": {p: round(at(stretch, q), 2) for p, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))},
+        "stretch": tails(stretch),
         "ttft_s": {p: round(at(ttft, q), 3) for p, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))},
         "gap_s": {p: round(at(gaps, q), 3) for p, q in (("p50", 0.5), ("p99", 0.99))} if gaps else None,
         "pauses": sum(run.pauses for run in runs),
     }
+
+
+def tails(ordered: Sequence[float]) -> dict[str, float]:
+    return {name: round(at(ordered, share), 2) for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
 
 
 def _ratio(part: float, whole: float) -> float | None:

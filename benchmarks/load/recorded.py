@@ -23,8 +23,7 @@ MOST_PAUSE_S = 120.0
 class Job:
     """One turn. arrival: µs. restored, suffix: prompt tokens that are saved, and that are not. output: tokens generated.
 
-    session: number; ram: whether the saved state is still in memory. lone: µs of a first token alone that its deadline is made
-    of, 0 = its own.
+    session: number; ram: whether the saved state is still in memory.
     """
 
     arrival: int
@@ -33,7 +32,6 @@ class Job:
     suffix: int
     output: int
     ram: bool = True
-    lone: int = 0
 
 
 @dataclass(frozen=True, slots=True)

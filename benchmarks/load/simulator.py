@@ -86,11 +86,11 @@ def lone_ttft_us(job: Job, machine: Machine) -> int:
 
 
 def simulate(jobs: Sequence[Job], machine: Machine, policy: Policy, *, gap_us: int = 0, pause: bool = True) -> Figures:
-    """Run the jobs to the end. Deadlines are three times the lone TTFT, its own or what it is given, and a quarter of a second.
+    """Run the jobs to the end. Deadlines are three times the lone TTFT and a quarter of a second.
 
     gap_us: as the engine's decode gap, 0 = whole chunks. pause: whether a pressing turn may take a row from another.
     """
-    figures = Figures([Outcome(lone=job.lone or lone_ttft_us(job, machine)) for job in jobs])
+    figures = Figures([Outcome(lone=lone_ttft_us(job, machine)) for job in jobs])
     arriving = [
         _Turn(job, i, job.arrival + 3 * outcome.lone + 250_000)
         for i, (job, outcome) in enumerate(zip(jobs, figures.outcomes, strict=True))

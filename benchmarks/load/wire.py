@@ -138,7 +138,7 @@ def idle(arguments: Sequence[str]) -> None:
         await asyncio.sleep(2.0)
         opened = server.rss_mib()["server"]
         session = Session(server.port, Corpus(), random.Random(1), Behaviour(), 4096)
-        asked = await session.ask(64, 8, 1000.0)
+        asked = await session.ask(64, 8)
         session.close()
         still = sum(socket.code is None for socket in sockets)
         for socket in sockets:
@@ -187,7 +187,7 @@ def gap(arguments: Sequence[str]) -> None:
             """Short answers, one after the other: the demo model ends by itself after a while."""
             while time.monotonic() < until[0]:
                 session = Session(port, corpus, random.Random(number), Behaviour(), 8192)
-                asked = await session.ask(64, 200, 1000.0)
+                asked = await session.ask(64, 200)
                 gaps.extend(asked.gaps)
                 session.close()
 
@@ -195,7 +195,7 @@ def gap(arguments: Sequence[str]) -> None:
         await asyncio.sleep(3.0)
         begun = time.monotonic()
         long = Session(port, corpus, rng, Behaviour(), 32_000)
-        asked = await long.ask(options.prompt, 4, 1000.0)
+        asked = await long.ask(options.prompt, 4)
         ended = time.monotonic()
         until[0] = ended
         await asyncio.gather(*tasks)

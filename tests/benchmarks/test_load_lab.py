@@ -16,7 +16,8 @@ from rich.console import Console
 from benchmarks.load.agents import Asked, Behaviour, Crowd
 from benchmarks.load.client import Closed, Socket
 from benchmarks.load.goals import Goal, judge, of_turns
-from benchmarks.load.lab import interpolate, lone_points, summary, write_turns
+from benchmarks.load.lab import measured, off, summary, write_turns
+from benchmarks.load.lone import Lone, interpolate, sizes_behind
 from benchmarks.load.recorded import Turn
 from benchmarks.load.server import LabServer, lab_server
 from benchmarks.load.wire import late_by
@@ -69,22 +70,39 @@ def test_interpolated_times_rise_with_the_size_and_hit_the_measured_points(sizes
     assert value(size) <= value(size + 100) + 1e-9
 
 
+def test_between_measured_contexts_and_beyond_them_a_lone_turn_takes_what_straight_lines_say() -> None:
+    """A suffix s behind c costs 0.01 + s / 1000 + s * c / 1e6, which is straight in either."""
+
+    def cost(suffix: int, behind: int) -> float:
+        return 0.01 + suffix / 1000 + suffix * behind / 1e6
+
+    contexts = (0, 2000, 8000)
+    lone = Lone([(c, s, cost(s, c)) for c in contexts for s in sizes_behind(c, 10_000)], 10_000)
+    assert list(lone.points) == [0, 2000, 8000]
+    assert [suffix for suffix, _ in lone.points[8000]] == [64, 256, 1024, 2000], "as much as fits"
+    for suffix, behind in ((64, 0), (500, 1000), (3000, 3000), (1500, 8000), (100, 9000), (2000, 2000)):
+        assert lone.own_s(suffix, behind) == pytest.approx(cost(suffix, behind), rel=0.02)
+    assert lone.usual_s(500) == pytest.approx(cost(500, 2000)), "the median over contexts"
+    assert lone.usual_s(4000) == pytest.approx((cost(4000, 0) + cost(4000, 2000)) / 2), "where it fits"
+    assert Lone([(0, 64, 0.1), (0, 64, 0.9), (0, 64, 0.2)], 100).own_s(64, 5000) == 0.2, "the median of several"
+
+
 def test_a_summary_counts_late_turns_alarms_and_errors() -> None:
     turns = [
-        Asked(
-            0.0, 100, 1.0, ttft=0.5, predicted=0.6, warned=False, warned_after=0.01, prompt=200, cached=100, ends="completed"
-        ),
-        Asked(0.0, 100, 1.0, ttft=2.0, predicted=1.0, warned=False, warned_after=0.02, prompt=200, cached=50, ends="completed"),
-        Asked(0.0, 100, 1.0, ttft=0.9, predicted=1.2, warned=True, warned_after=0.03, prompt=200, cached=0, ends="incomplete"),
-        Asked(0.0, 100, 1.0, ends="vanished"),
+        Asked(0.0, 100, 0, 0.25, ttft=0.5, predicted=0.6, warned=False, warned_after=0.01, prompt=200, cached=100, ends="a"),
+        Asked(0.0, 100, 90, 0.25, ttft=2.0, predicted=1.0, warned=False, warned_after=0.02, prompt=200, cached=50, ends="a"),
+        Asked(0.0, 100, 0, 0.25, ttft=0.9, predicted=1.2, warned=True, warned_after=0.03, prompt=200, cached=0, ends="b"),
+        Asked(0.0, 100, 0, 0.25, ends="vanished"),
     ]
     turns[0].gaps = [(0.6, 0.1), (0.8, 0.2)]
-    found = summary(turns, lambda size: 0.5)
+    assert turns[0].deadline_s == 1.0
+    found = summary(turns, Lone([(0, 100, 0.5)], 1000))
     assert found["turns"] == 3
-    assert found["ended"] == {"completed": 2, "incomplete": 1, "vanished": 1}
+    assert found["ended"] == {"a": 2, "b": 1, "vanished": 1}
     assert found["met"] == pytest.approx(2 / 3, abs=1e-4)
     assert found["missed_alarms"] == found["false_alarms"] == pytest.approx(1 / 3, abs=1e-4)
     assert found["stretch"] == {"p50": 1.8, "p95": 4.0, "p99": 4.0}
+    assert found["own_stretch"] == {"p50": 3.6, "p95": 8.0, "p99": 8.0}
     assert found["prediction_error"]["p50"] == pytest.approx(1 / 3, abs=1e-4)
     assert found["reused"] == 0.25
     assert found["gap_s"] == {"p50": 0.1, "p99": 0.2, "max": 0.2}
@@ -100,11 +118,11 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
     behaviour = Behaviour(cancel=0.2, vanish=0.2, reconnect=0.2, edit=0.2)
 
     async def run() -> list[Asked]:
-        crowd = Crowd(server.port, seed=3, behaviour=behaviour, most_context=6000, lone_s=lambda size: 10.0)
+        crowd = Crowd(server.port, seed=3, behaviour=behaviour, most_context=6000, lone_s=lambda suffix, behind: 10.0)
         return await crowd.open(6, [Turn(0, 0, 80, 12), Turn(0, 0, 600, 5)], per_second=30.0, seconds=2.0)
 
     async def afterwards() -> list[Asked]:
-        quiet = Crowd(server.port, seed=4, behaviour=Behaviour(), most_context=6000, lone_s=lambda size: 10.0)
+        quiet = Crowd(server.port, seed=4, behaviour=Behaviour(), most_context=6000, lone_s=lambda suffix, behind: 10.0)
         return await quiet.alone([600, 80], 1, 5)
 
     asked = asyncio.run(run())
@@ -122,30 +140,49 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
 
 
 def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_in_the_middle(server: LabServer) -> None:
-    async def run() -> tuple[list[Asked], list[int], list[Asked]]:
-        crowd = Crowd(server.port, seed=5, behaviour=Behaviour(), most_context=6000, lone_s=lambda size: 10.0)
-        alone = await crowd.behind([100, 2500], 3, 4)
+    async def run() -> tuple[list[Asked], list[int], list[Asked], list[Asked]]:
+        crowd = Crowd(
+            server.port, seed=5, behaviour=Behaviour(), most_context=6000, lone_s=lambda suffix, behind: suffix + behind / 1e6
+        )
+        alone = await crowd.behind(4, lambda size: 2 if size == 64 else 1, contexts=3)
         sessions = await crowd.grown(4)
         lengths = [session.length for session in sessions]
+        apart = await crowd.apart([Turn(0, 0, 50, 4)], sessions, 4)
+        assert [session.length for session in sessions] == lengths, "they go on from where they were"
         assert await crowd.closed(4, [Turn(0, 0, 50, 4)], 0.2, sessions) > 0
-        return alone, lengths, await crowd.open(4, [Turn(0, 0, 50, 4)], per_second=20.0, seconds=0.5, sessions=sessions)
+        asked = await crowd.open(4, [Turn(0, 0, 50, 4)], per_second=20.0, seconds=0.5, sessions=sessions)
+        return alone, lengths, apart, asked
 
-    alone, lengths, asked = asyncio.run(run())
-    assert all(t.ends == "incomplete" for t in (*alone, *asked))
-    behind = {size: [t.prompt - t.suffix for t in alone if t.suffix == size] for size in (100, 2500)}
+    alone, lengths, apart, asked = asyncio.run(run())
+    assert all(t.ends == "incomplete" for t in (*alone, *apart, *asked))
     # The real numbers of tokens are as the text has it, so a third more or less.
-    assert behind[100][0] < 200 < 1000 < behind[100][1] < 3000 < behind[100][2] < 6000
-    assert behind[2500][2] < 1000 < behind[2500][1], "what does not fit begins anew"
+    none, some, most = sorted({t.behind for t in alone})
+    assert none == 0 < 1000 < some < 3000 < most < 6000
+    assert [t.suffix for t in alone if t.behind == 0] == [64, 64, 256, 1024, 4096, 5996]
+    assert [t.suffix for t in alone if t.behind == most] == [64, 64, *sizes_behind(most, 5996)[1:]]
+    assert all(0.6 * t.behind <= t.cached <= t.behind + 8 for t in alone if t.suffix == 64), "all contexts begin alike"
     assert len(set(lengths)) == 4
+    assert [(t.suffix, t.lone_s) for t in apart] == [(50, 50 + t.behind / 1e6) for t in apart]
+    assert sorted(t.behind for t in apart) == sorted(lengths)
+    assert all(t.lone_s == t.suffix + t.behind / 1e6 for t in asked)
     assert max(t.cached for t in asked) > min(lengths) // 2
 
 
-def test_lone_points_are_medians_over_contexts_and_turns_are_written_line_by_line(tmp_path: Path) -> None:
-    asked = [Asked(1.0, 64, 1.0, ttft=t, prompt=100, cached=40) for t in (0.1, 0.9, 0.2)] + [Asked(2.0, 256, 1.0)]
-    assert lone_points(asked) == [(64, 0.2)]
-    write_turns(tmp_path / "turns", asked, lambda size: 0.5)
-    first, *_, last = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
-    assert (first["behind"], first["computed"], first["ttft_s"], last["at_s"], last["ttft_s"]) == (40, 60, 0.1, 1.0, None)
+def test_lone_times_are_of_what_was_answered_and_how_far_others_are_from_them_is_told() -> None:
+    points = [Asked(1.0, 64, 0, 300.0, ttft=t) for t in (0.1, 0.9, 0.2)] + [Asked(1.0, 256, 0, 300.0)]
+    assert measured(points, 1000).points == {0: [(64, 0.2)]}
+    with pytest.raises(RuntimeError, match="no turn was answered"):
+        measured(points[3:], 1000)
+    later, earlier, even = (Asked(1.0, 64, 0, 1.0, ttft=ttft) for ttft in (1.2, 0.7, 1.05))
+    assert off([later, earlier, even, points[3]]) == {"turns": 3, "bias": 0.05, "p50": 0.2, "max": 0.3}
+    assert off(points[3:]) == {}
+
+
+def test_turns_are_written_line_by_line(tmp_path: Path) -> None:
+    write_turns(tmp_path / "turns", [Asked(1.0, 64, 50, 0.25, ttft=0.1, prompt=100, cached=40), Asked(2.0, 256, 0, 0.5)])
+    first, last = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    assert (first["behind"], first["restored"], first["computed"], first["ttft_s"]) == (50, 40, 60, 0.1)
+    assert (first["deadline_s"], last["at_s"], last["ttft_s"]) == (1.0, 1.0, None)
 
 
 def settled(server: LabServer) -> dict[str, float]:

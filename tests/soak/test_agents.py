@@ -38,12 +38,12 @@ async def one_turn(crowd: Crowd) -> None:
 async def soak(server: LabServer, minutes: float, stays: bool) -> None:
     """stays: states may stay in the engine's pools between turns."""
     behaviour = Behaviour(cancel=0.15, vanish=0.15, reconnect=0.2, edit=0.15)
-    quiet = Crowd(server.port, seed=1, behaviour=Behaviour(), most_context=4096, lone_s=lambda size: 10.0)
+    quiet = Crowd(server.port, seed=1, behaviour=Behaviour(), most_context=4096, lone_s=lambda suffix, behind: 10.0)
     await one_turn(quiet)
     await settle(server)
     before, memory = server.descriptors(), Memory(server)
     sampling = asyncio.create_task(memory.run())
-    crowd = Crowd(server.port, seed=2, behaviour=behaviour, most_context=12_000, lone_s=lambda size: 10.0)
+    crowd = Crowd(server.port, seed=2, behaviour=behaviour, most_context=12_000, lone_s=lambda suffix, behind: 10.0)
     asked: list[Asked] = []
     ends: Counter[str] = Counter()
     # In pieces, so that what the test itself remembers does not grow with the time.
