@@ -91,7 +91,9 @@ def serve(
         "log.level": log_level,
     }
     chosen = options.settings(config, flags)
-    from agentserve import logs
+    from agentserve import garbage, logs
+
+    garbage.put_off()  # what is imported now is most of a start
     from agentserve.app import compose
     from agentserve.errors import ConfigError
 

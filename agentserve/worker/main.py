@@ -18,8 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentserve.garbage import keep_loaded, put_off
+
+if __name__ == "__main__":
+    put_off()  # the imports below are most of a start
+
 from agentserve import logs
-from agentserve.garbage import keep_loaded
 from agentserve.worker.forecast import Forecast, learned_file, load_learned, save_learned
 from agentserve.worker.grammars import Grammars
 from agentserve.worker.loading import (

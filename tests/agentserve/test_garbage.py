@@ -20,7 +20,7 @@ from benchmarks.load.timed import VirtualClock, timed_engine
 
 KEEPS = """
 import gc, weakref
-from agentserve.garbage import keep_loaded
+from agentserve.garbage import keep_loaded, put_off
 
 class Node:
     pass
@@ -30,13 +30,31 @@ def cycle():
     node.itself = node
     return weakref.ref(node)
 
-before = [[number] for number in range(1000)]
+put_off()
+collected, first = gc.get_stats(), cycle()
+before = [[number] for number in range(10_000)]
+assert gc.get_stats() == collected
+assert first() is not None
 keep_loaded()
+assert first() is None
 assert not any(one is before for one in gc.get_objects())
 later, gone = [[1]], cycle()
 gc.collect()
 assert any(one is later for one in gc.get_objects())
 assert gone() is None
+assert gc.isenabled()
+"""
+
+LOADS = """
+import gc, runpy, sys
+_, module, heavy, *arguments = sys.argv
+sys.argv = [module, *arguments]
+try:
+    runpy.run_module(module, run_name="__main__")
+except SystemExit:
+    pass
+assert heavy in sys.modules
+print(gc.get_stats()[2]["collections"])
 """
 
 SERVES = """
@@ -67,6 +85,20 @@ with application.runner() as runner:
 
 def test_what_was_loaded_is_not_looked_at_again_and_later_cycles_are_collected() -> None:
     subprocess.run([sys.executable, "-c", KEEPS], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy", "arguments"),
+    [
+        ("agentserve.worker.main", "torch", ["--help"]),
+        ("agentserve", "sqlalchemy", ["serve", "--model", "{empty}", "--state-dir", "{empty}"]),
+    ],
+    ids=["worker", "server"],
+)
+def test_no_full_collection_slows_a_start(module: str, heavy: str, arguments: list[str], tmp_path: Path) -> None:
+    told = [argument.format(empty=tmp_path) for argument in arguments]
+    done = subprocess.run([sys.executable, "-c", LOADS, module, heavy, *told], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop does not exist there")
