@@ -1,4 +1,7 @@
-"""Tiny seeded checkpoints of each registered architecture, made with transformers, and the pools to run them in."""
+"""Tiny seeded checkpoints of each registered architecture, made with transformers, and the pools to run them in.
+
+transformers is imported where one is made: it takes seconds, and all tests are collected in each process.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.batch import ForwardBatch, SeqSlice, StateCut
 from engine.config import EngineConfig
@@ -35,6 +37,8 @@ def qwen3_moe(**changes: Any) -> Any:
         "mlp_only_layers": [1],
         "max_position_embeddings": 512,
     }
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**fields, **changes}))
 
 
@@ -58,6 +62,8 @@ def qwen3_5_moe(**changes: Any) -> Any:
         "num_experts_per_tok": 2,
         "max_position_embeddings": 512,
     }
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
     return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**fields, **changes}))
 
 

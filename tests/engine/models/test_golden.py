@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from engine.kernels import cpu
 from engine.models import registry
@@ -153,6 +152,8 @@ def test_the_text_part_of_a_real_multimodal_checkpoint(tmp_path: Path):
     text = make("qwen3_5_moe").config.to_dict()
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
     torch.manual_seed(0)
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
     model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision)).eval()
     save(model, tmp_path)
     prompt = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(5))
