@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from agentserve.garbage import keep_loaded, put_off
 from tests.budget import examples
 from tests.order import spread
 
+put_off()  # collections over what is imported and collected find nothing: a quarter of the time that it takes
 # A machine with a GPU may have only what the engine needs: its tests run there without the server's packages.
 pytest_plugins = ["tests.fakes.databases"] if importlib.util.find_spec("sqlalchemy") else []
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +53,22 @@ EXPECTED_SKIPS = (
 )
 """Reasons that are fine everywhere: hardware, privileges, data that a checkout does not have, time where it was limited."""
 _started = time.monotonic()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clients in tests speak to loopback without TLS. Each would first read all the certificates there are, for 20 ms."""
+    if importlib.util.find_spec("certifi") is None:
+        yield
+        return
+    import certifi
+
+    end = "-----END CERTIFICATE-----\n"
+    file = tmp_path_factory.mktemp("tls") / "one.pem"
+    file.write_text(certifi.contents().partition(end)[0] + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +114,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    keep_loaded()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
