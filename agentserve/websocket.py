@@ -13,10 +13,13 @@ from websockets.http11 import Request
 from websockets.protocol import State
 
 from agentserve.large import LARGE_BYTES
+from agentserve.moment import moment
 
 EXTENSION = "agentserve.socket"
 LARGE_TEXT = "agentserve.text"
 """Key of a received text frame of LARGE_BYTES or more: its bytes, to be decoded where nobody waits."""
+MOST_GATHERED = 32 << 10
+"""Bytes; half of what a transport buffers before it asks for a pause, so that a reader that falls behind is seen as soon."""
 NO_TEXT = 1007
 _SHORT = struct.Struct("!BBH").pack
 _LONG = struct.Struct("!BBQ").pack
@@ -24,6 +27,11 @@ _LONG = struct.Struct("!BBQ").pack
 
 class DirectSocket(WebSocketsSansIOProtocol):
     """One socket. Source of the base class's contract: uvicorn 0.34 to 0.54."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -73,13 +81,33 @@ class DirectSocket(WebSocketsSansIOProtocol):
                 head = _SHORT(0x81, 126, size)
             else:
                 head = _LONG(0x81, 127, size)
-            self.transport.write(head + payload)
+            if moment.lasts:
+                self._gather(head + payload)
+            else:
+                self.transport.write(head + payload)
         return True
+
+    def _gather(self, frame: bytes) -> None:
+        if not self._gathered:
+            moment.add(self)
+        self._gathered.append(frame)
+        self._gathered_bytes += len(frame)
+        if self._gathered_bytes >= MOST_GATHERED:
+            self.write_gathered()
+
+    def write_gathered(self) -> None:
+        """What a moment brought, see moment.py."""
+        if not self._gathered:
+            return
+        frames, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if not (self.close_sent or self.disconnected or self.transport.is_closing()):
+            self.transport.write(b"".join(frames))
 
     def close_now(self, code: int, reason: str) -> None:
         """Queue a close frame behind what is buffered; give up on a peer that does not answer within `close_timeout`."""
         if self.close_sent or self.disconnected or self.transport.is_closing():
             return
+        self.write_gathered()
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.conn.send_close(code, reason)
         self.transport.write(b"".join(self.conn.data_to_send()))

@@ -11,11 +11,12 @@ import asyncio
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import msgspec
 
+from agentserve.moment import moment
 from agentserve.worker.messages import FromWorker, StepTokens, Tokens, ToWorker
 
 HEADER = struct.Struct("<I")
@@ -162,13 +163,21 @@ class ServerPipe(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         on_frame, decode = self._on_frame, self._decode
         try:
-            for payload in self._splitter.feed(data):
-                frame = decode(payload)
-                if isinstance(frame, StepTokens):
-                    for turn_id, token_id in zip(frame.turn_ids, frame.ids, strict=True):
-                        on_frame(Tokens(turn_id=turn_id, ids=(token_id,)))
-                else:
-                    on_frame(frame)
+            payloads = self._splitter.feed(data)
+            frames: Iterable[FromWorker | StepTokens] = map(decode, payloads)
+            if len(payloads) == 1:
+                frame = decode(payloads[0])
+                if not isinstance(frame, StepTokens):
+                    on_frame(frame)  # nothing to gather
+                    return
+                frames = (frame,)
+            with moment:
+                for frame in frames:
+                    if isinstance(frame, StepTokens):
+                        for turn_id, token_id in zip(frame.turn_ids, frame.ids, strict=True):
+                            on_frame(Tokens(turn_id=turn_id, ids=(token_id,)))
+                    else:
+                        on_frame(frame)
         except (FrameTooLong, msgspec.MsgspecError) as error:
             assert self._transport is not None
             self._transport.abort()
