@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Route, WebSocketRoute
 from typer.testing import CliRunner
 from websockets.sync.client import connect
 
@@ -28,31 +27,14 @@ from agentserve.logs import FORMAT, OneLine
 from agentserve.protocol.decode import _FRAMES
 from agentserve.session.store import SqlStore
 from tests.agentserve.audit_bodies import BODIES, FRAMES, ITEMS, KEY, NAME, SECRET, Made
-from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, wait_for
+from tests.agentserve.route_table import ROUTES
+from tests.fakes.server import TOKEN, FakeServer, running, wait_for
 from tests.fakes.text import call, ids_of, think
 from tests.fakes.worker import answer, failing
 
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
 OPEN = ("/healthz", "/readyz", "/")
 """Answered without a token."""
-
-
-def table() -> list[tuple[str, str]]:
-    """The routes of the app as it is served."""
-    server = FakeServer(config_for_tests())
-    server.loop.close()
-    server.threads.shutdown()
-    found: list[tuple[str, str]] = []
-    for route in server.server.config.app._app.routes:  # type: ignore[union-attr]
-        assert isinstance(route, Route | WebSocketRoute), f"a route of another kind: {route}"
-        if isinstance(route, Route):
-            found += [(method, route.path) for method in sorted((route.methods or set()) - {"HEAD"})] or [("HEAD", route.path)]
-        else:
-            found.append(("WEBSOCKET", route.path))
-    return found
-
-
-ROUTES = [(method, path) for method, path in table() if method != "WEBSOCKET"]
 
 
 def changed(body: Any) -> Iterator[Any]:
