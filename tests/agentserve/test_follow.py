@@ -131,7 +131,8 @@ def test_another_principal_cannot_follow_a_running_response(server: FakeServer, 
 
 def test_a_slow_follower_holds_nobody_back_and_misses_nothing() -> None:
     with running(config_for_tests(limits={"buffer_bytes": 1 << 16})) as server:
-        gate = held(server, 2, answer("x" * 200_000, chunk=1_000))
+        # 10 MB of events: more than the most that the kernel takes for a socket that nobody reads.
+        gate = held(server, 2, answer("x" * 60_000, chunk=1_000))
         with connect(server.ws_url, additional_headers=AUTH) as fast, raw_socket(server, receive_buffer=4096) as raw:
             send(fast, input="a")
             wait_for(lambda: bool(server.services.active))

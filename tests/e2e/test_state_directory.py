@@ -25,16 +25,15 @@ def serve(state: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_second_server_on_a_state_directory_is_refused_and_the_first_goes_on(own_server: PrivateServer) -> None:
-    with AgentSocket(own_server.target) as agent:
+def test_a_second_server_on_a_state_directory_is_refused_and_the_first_goes_on(server: PrivateServer) -> None:
+    """That a server which is killed leaves its directory to the next one: test_survival.py and test_restart.py."""
+    with AgentSocket(server.target) as agent:
         first = last(list(agent.turn(body("hello"))))
-        second = serve(own_server.state_dir)
+        second = serve(server.state_dir)
         assert second.returncode == 2
-        holder = f"process {own_server.pid} on {own_server.target.url};"
-        assert f"the state directory {own_server.state_dir} is used by another server: {holder}" in second.stderr
+        holder = f"process {server.pid} on {server.target.url};"
+        assert f"the state directory {server.state_dir} is used by another server: {holder}" in second.stderr
         assert last(list(agent.turn(body("go on", first["id"]))))["status"] in ("completed", "incomplete")
-    own_server.kill()
-    own_server.start()
 
 
 @pytest.mark.slow

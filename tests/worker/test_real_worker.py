@@ -7,16 +7,19 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from agentserve.worker.client import WORKER_STOPPED, TurnFrame, WorkerClient
-from agentserve.worker.messages import Cut, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
+from agentserve.worker.main import serve
+from agentserve.worker.messages import Cut, LoadFailed, Matched, Sampling, Saved, StartTurn, Tokens, TurnFailed, TurnFinished
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.supervisor import Supervisor, WorkerState
 from engine.config import EngineConfig
@@ -34,12 +37,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make("qwen3_5_moe"), tmp_path_factory.mktemp("model"))
 
 
-@contextlib.asynccontextmanager
-async def running(
+def settings_of(
     model_dir: Path, ram_cache_bytes: int = 64 << 20, *, state_dir: Path | None = None, **engine: int | str
-) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
-    client = WorkerClient(start_wait_s=60)
-    settings = WorkerSettings(
+) -> WorkerSettings:
+    return WorkerSettings(
         model_dir=str(model_dir),
         model_name="tiny",
         ram_cache_bytes=ram_cache_bytes,
@@ -49,6 +50,14 @@ async def running(
         engine={**LIMITS, **engine},
         log_level="WARNING",
     )
+
+
+@contextlib.asynccontextmanager
+async def running(
+    model_dir: Path, ram_cache_bytes: int = 64 << 20, *, state_dir: Path | None = None, **engine: int | str
+) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
+    client = WorkerClient(start_wait_s=60)
+    settings = settings_of(model_dir, ram_cache_bytes, state_dir=state_dir, **engine)
     supervisor = Supervisor(client, settings, first_backoff_s=0.05, watch_s=0.1)
     supervisor.start()
     try:
@@ -280,7 +289,12 @@ async def test_a_directory_without_a_model_is_reported_once(tmp_path: Path) -> N
         assert supervisor.restarts == 0
 
 
-async def test_an_unknown_engine_setting_is_named(model_dir: Path) -> None:
-    async with running(model_dir, pages_of_gold=3) as (client, _):
-        assert not await client.wait_ready(60)
-        assert "pages_of_gold" in (client.failure or "")
+def test_an_unknown_engine_setting_is_named(model_dir: Path) -> None:
+    told: list[object] = []
+    pipe = SimpleNamespace(send=told.append, flush=lambda: None)
+    with socket.socket() as wake:
+        assert serve(pipe, wake, settings_of(model_dir, pages_of_gold=3)) == 1  # type: ignore[arg-type]
+    (failed,) = told
+    assert isinstance(failed, LoadFailed)
+    assert failed.permanent
+    assert "engine.pages_of_gold" in failed.message
