@@ -2,6 +2,7 @@
 
 policies     who goes first, in virtual time
 crowd        the load of agents, in virtual time
+foretold     the load of agents behind the worker's own loop, in virtual time
 predictions  how well first tokens are foretold, in virtual time
 agents       agents on a server: first tokens, gaps, deadlines, predictions, memory
 streams      hundreds of streams at once, server on one core
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.load import crash, crowded, hostile, lab, policies, virtual, wire
+from benchmarks.load import crash, crowded, hostile, lab, policies, virtual, virtual_agents, wire
 
 COMMANDS = {
     "policies": policies.main,
     "crowd": crowded.main,
+    "foretold": virtual_agents.main,
     "predictions": virtual.main,
     "agents": lab.main,
     "streams": wire.streams,

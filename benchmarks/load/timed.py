@@ -7,6 +7,8 @@ order, pauses, restores and accounts are those that serve, at the speed of a mac
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -49,6 +51,26 @@ class VirtualClock:
     def until(self, us: int) -> None:
         """Move on to that time, if it is not over."""
         self.ns = max(self.ns, us * 1000)
+
+
+class UnsteadyClock(VirtualClock):
+    """A machine whose steps take more or less than they should: each by itself, and all of some seconds together.
+
+    spread: standard deviation of either, relative.
+    """
+
+    LASTS_US = 2_000_000
+
+    def __init__(self, spread: float, seed: int) -> None:
+        super().__init__()
+        self._spread = spread
+        self._rng = random.Random(seed)
+        self._lasting = 0.0
+
+    def spend(self, us: int) -> None:
+        kept = math.exp(-us / self.LASTS_US)
+        self._lasting = kept * self._lasting + math.sqrt(1 - kept * kept) * self._rng.gauss(0, self._spread)
+        super().spend(round(us * math.exp(self._lasting + self._rng.gauss(0, self._spread))))
 
 
 class RealClock:

@@ -25,6 +25,7 @@ from agentserve.worker.turn_loop import TurnLoop
 from benchmarks.common import report
 from benchmarks.load.goals import judge, of_turns
 from benchmarks.load.lab import show
+from benchmarks.load.lone import deadline_s
 from benchmarks.load.machines import MACHINES, Machine
 from benchmarks.load.policies import at
 from benchmarks.load.recorded import Turn, recorded_sessions
@@ -39,11 +40,12 @@ MARKERS = MarkerTable(turn_end=(END,))
 
 @dataclass
 class Agent:
-    """One session under way. ids: its context. turns: what is still to come, the next one last."""
+    """One session under way. ids: its context. turns: what is still to come, the next one last. busy: while a turn runs."""
 
     name: str
     turns: list[Turn]
     ids: list[int]
+    busy: bool = False
 
 
 @dataclass
@@ -66,11 +68,19 @@ class Played:
 
 
 class Lab:
-    """One fake worker in this process. ram_bytes: of saved states at their small size."""
+    """One fake worker in this process. ram_bytes: of saved states at their small size. clock: where steps take their time."""
 
-    def __init__(self, machine: Machine, *, kv_tokens: int = 1 << 19, ram_bytes: int = 256 << 20, **settings: Any) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        clock: VirtualClock | None = None,
+        kv_tokens: int = 1 << 19,
+        ram_bytes: int = 256 << 20,
+        **settings: Any,
+    ) -> None:
         self.machine = machine
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         words = range(8, VOCAB)
         self.engine: TimedEngine = timed_engine(
             machine, self.clock, vocab_size=VOCAB, end=END, words=words, kv_tokens=kv_tokens, **settings
@@ -126,37 +136,35 @@ class Lab:
         base = self.clock.ns // 1000
         coming = [(base + at_us, number) for number, at_us in enumerate(starts_us)]
         heapq.heapify(coming)
-        owner: dict[str, int] = {}
-        serial = 0
+        numbers = {id(agent): number for number, agent in enumerate(agents)}
         while coming or self.loop.running:
             while coming and coming[0][0] <= self.clock.ns // 1000:
                 at_us, number = heapq.heappop(coming)
-                turn_id = f"t{serial}"
-                serial += 1
-                owner[turn_id] = number
-                self._ask(turn_id, agents[number], at_us, rng)
+                self._next(agents[number], at_us, rng)
             if not self.engine.has_work:
                 if coming:
                     self.clock.until(coming[0][0])
                 continue
-            self.loop.step()
-            for turn_id in self._ended:
-                turn, number = self.played[turn_id], owner[turn_id]
-                turn.agent.ids.extend(turn.answer)
+            for turn in self.step():
                 if turn.agent.turns:
-                    heapq.heappush(coming, (self.clock.ns // 1000 + turn.agent.turns[-1].pause, number))
-            self._ended.clear()
+                    heapq.heappush(coming, (self.clock.ns // 1000 + turn.agent.turns[-1].pause, numbers[id(turn.agent)]))
         return list(self.played.values())
 
-    def _ask(self, turn_id: str, agent: Agent, at_us: int, rng: random.Random) -> None:
+    def _next(self, agent: Agent, at_us: int, rng: random.Random) -> None:
         wanted = agent.turns.pop()
         # As recorded: the context is cut back to what was restored there (an edit), then grows by the suffix.
         del agent.ids[max(64, min(len(agent.ids), wanted.restored)) :]
         agent.ids.extend(rng.randrange(8, VOCAB) for _ in range(wanted.suffix))
+        self.begin(agent, wanted.output, at_us)
+
+    def begin(self, agent: Agent, output: int, at_us: int) -> Played:
+        """A turn over the agent's context as it is now. Its deadline follows from what it takes alone."""
+        turn_id = f"t{len(self.played)}"
         turn = self.played[turn_id] = Played(at_us / 1e6, agent, len(agent.ids))
         known = self.states.cache.depth(np.array(agent.ids, np.uint32), b"")
         turn.lone = self.lone_s(known, len(agent.ids) - known)
-        turn.tracker = DeadlineTracker(int(turn.lone * 3000) + 250)
+        turn.tracker = DeadlineTracker(round(deadline_s(turn.lone) * 1000))
+        agent.busy = True
         self.loop.start(
             StartTurn(
                 turn_id=turn_id,
@@ -165,11 +173,22 @@ class Lab:
                 markers=MARKERS,
                 salt=b"",
                 session=agent.name,
-                sampling=Sampling(max_tokens=wanted.output, temperature=0.0),
+                sampling=Sampling(max_tokens=output, temperature=0.0),
                 accepted_at=at_us / 1e6,
                 deadline_s=turn.tracker.deadline_ms / 1000,
             )
         )
+        return turn
+
+    def step(self) -> list[Played]:
+        """One step of the engine. Returns the turns that ended with it, whose answers their agents' contexts now have."""
+        self.loop.step()
+        ended = [self.played[turn_id] for turn_id in self._ended]
+        self._ended.clear()
+        for turn in ended:
+            turn.agent.ids.extend(turn.answer)
+            turn.agent.busy = False
+        return ended
 
 
 def make_agents(sessions: Sequence[Sequence[Turn]], count: int, turns: int, seed: int, most_context: int) -> list[Agent]:

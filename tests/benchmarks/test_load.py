@@ -10,6 +10,8 @@ from benchmarks.load.machines import H200, LAPTOP, MACHINES, SMALL, Machine
 from benchmarks.load.policies import load_for, summary
 from benchmarks.load.recorded import Job, Turn, open_loop, recorded_sessions
 from benchmarks.load.simulator import POLICIES, fifo, lone_ttft_us, simulate
+from benchmarks.load.timed import UnsteadyClock, VirtualClock
+from benchmarks.load.virtual_agents import Load, VirtualAgents
 from engine.scheduler.order import order
 from engine.scheduler.pace import Work
 
@@ -110,3 +112,37 @@ def test_agents_in_virtual_time_reuse_their_contexts_and_leave_nothing(sessions)
     assert found["turns"] == expected
     lab.engine.check()
     assert (lab.loop.running, lab.bridge.pins, lab.engine.stats().running, lab.engine.stats().waiting) == (0, 0, 0, 0)
+
+
+def test_an_unsteady_machine_is_slower_or_faster_for_seconds_and_even_on_the_whole() -> None:
+    steady, clock = VirtualClock(), UnsteadyClock(0.1, 1)
+    took = []
+    for _ in range(20_000):
+        before = clock.ns
+        clock.spend(50_000)
+        steady.spend(50_000)
+        took.append((clock.ns - before) / 50e6)
+    assert clock.ns == pytest.approx(steady.ns, rel=0.03)
+    near, far = (sum((a - 1) * (b - 1) for a, b in zip(took, took[gap:], strict=False)) / len(took) for gap in (1, 400))
+    assert near > 0.006 > 0.003 > abs(far), "neighbours have a hundredth in common, what lies 20 s apart nothing"
+    even = UnsteadyClock(0.0, 1)
+    even.spend(50_000)
+    assert even.ns == VirtualClock().ns + 50_000_000
+
+
+def test_a_crowd_behind_the_workers_own_loop_is_on_time_and_foretold_and_leaves_nothing() -> None:
+    turns = [Turn(0, 0, suffix, 8) for suffix in (80, 300, 900, 2500)]
+    load = Load(agents=4, turns=25, capacity_s=3.0, longest=6000, seed=2)
+    lab = virtual.Lab(SMALL, clock=UnsteadyClock(0.05, 2))
+    played, found = VirtualAgents(lab, load).play(turns)
+    assert found["turns"] == len(played) == 25
+    assert 0.3 < found["busy"] < 0.7
+    assert found["missed"] <= 0.04
+    assert found["error"]["p50"] < 0.15
+    assert found["reused"] > 0.5
+    assert found["own_stretch"]["p50"] >= 0.9
+    assert sorted({turn.asked_at for turn in played}) == [turn.asked_at for turn in played], "at their times, not at once"
+    lab.engine.check()
+    assert (lab.loop.running, lab.bridge.pins) == (0, 0)
+    again, _ = VirtualAgents(virtual.Lab(SMALL, clock=UnsteadyClock(0.05, 2)), load).play(turns)
+    assert [turn.ttft for turn in again] == [turn.ttft for turn in played], "the same figures on any machine"
