@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.load.client import Closed, Socket
 from benchmarks.load.lone import CONTEXTS, LoneS, deadline_s, sizes_behind, unhurried
-from benchmarks.load.recorded import Turn
+from benchmarks.load.recorded import Deck, Turn
 from benchmarks.traces.data import MAGAGENT, MINISWE, records
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -267,24 +267,26 @@ class Crowd:
             await session.ask(self._rng.randrange(16, self._most_context - 16), 1)
         return sessions
 
-    async def closed(self, agents: int, work: Sequence[Turn], seconds: float, sessions: Sequence[Session] = ()) -> float:
-        """Turns per second when every agent asks again as soon as it has its answer: what the server can do. sessions: that
-        are there already; others begin anew."""
-        until = time.monotonic() + seconds
-        done, begun = 0, time.monotonic()
+    async def closed(
+        self, agents: int, work: Sequence[Turn], seconds: float, sessions: Sequence[Session] = ()
+    ) -> tuple[float, list[Turn]]:
+        """Turns per second when every agent asks again as soon as it has its answer: what the server can do, and of which
+        turns. sessions: that are there already; others begin anew."""
+        begun = time.monotonic()
+        done, deck = 0, Deck(work, self._rng)
 
-        async def agent(session: Session, turns: list[Turn]) -> None:
+        async def agent(session: Session) -> None:
             nonlocal done
-            while time.monotonic() < until:
-                turn = self._rng.choice(turns)
+            while time.monotonic() < begun + seconds:
+                turn = deck.draw()
                 asked = await session.ask(turn.suffix, turn.output)
                 done += not asked.ends.startswith("closed")
 
         sessions = [*sessions, *(self._session() for _ in range(agents - len(sessions)))]
-        await asyncio.gather(*(agent(session, list(work)) for session in sessions))
+        await asyncio.gather(*(agent(session) for session in sessions))
         for session in sessions:
             session.close()
-        return done / (time.monotonic() - begun)
+        return done / (time.monotonic() - begun), deck.drawn
 
     async def open(
         self, agents: int, work: Sequence[Turn], per_second: float, seconds: float, sessions: Sequence[Session] = ()
@@ -295,7 +297,7 @@ class Crowd:
         for session in sessions:
             session.behaviour = self._behaviour
         ready = [*sessions, *(self._session() for _ in range(agents - len(sessions)))]
-        asked: list[asyncio.Task[Asked]] = []
+        asked, deck = list[asyncio.Task[Asked]](), Deck(work, self._rng)
         at, until = loop.time(), loop.time() + seconds
         while at < until:
             at += self._rng.expovariate(per_second)
@@ -304,7 +306,7 @@ class Crowd:
             session = self._rng.choice(free) if free else self._session()
             if not free:
                 ready.append(session)
-            turn = self._rng.choice(work)
+            turn = deck.draw()
             session.busy = True
             asked.append(asyncio.create_task(session.ask(turn.suffix, turn.output, self._lone_s)))
         answers = list(await asyncio.gather(*asked))

@@ -3,8 +3,8 @@
     python -m benchmarks.load agents [--engine demo] [--agents 16] [--load 0.5] [--minutes 3] [--plot FILE.png] [--record]
 
 First one agent alone, for the TTFT of suffixes behind contexts of any length, and some of the turns to come, to see what that
-is worth; then all of them, in the middle of their sessions, without pauses, for what the server can do; then turns of the same
-sessions at random times at `load` of that. Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens.
+is worth; then all of them, in the middle of their sessions, without pauses, for what the server can do; then the same turns at
+random times at `load` of that. Suffixes are the recorded ones from 64 to 8,192 tokens, answers at most 64 tokens.
 Deadlines are three times each turn's lone TTFT, of its suffix behind its context, and a quarter of a second. Nothing else
 should run; see the load in each line.
 """
@@ -122,9 +122,9 @@ async def measure(
         crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone.own_s)
         apart = await crowd.apart(turns, sessions, LONE_OUTPUT)
         with using(server, cores, "capacity"):
-            capacity = await plain.closed(options.agents, turns, options.capacity_s, sessions)
+            capacity, same = await plain.closed(options.agents, turns, options.capacity_s, sessions)
         with using(server, cores, "load"):
-            asked = await crowd.open(options.agents, turns, capacity * options.load, options.minutes * 60, sessions)
+            asked = await crowd.open(options.agents, same, capacity * options.load, options.minutes * 60, sessions)
     finally:
         sampling.cancel()
     figures = {

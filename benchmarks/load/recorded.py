@@ -44,6 +44,24 @@ class Turn:
     output: int
 
 
+class Deck:
+    """Turns in an order of chance, each once before any comes again: what is drawn of it often has the same share of long ones.
+
+    drawn: so far.
+    """
+
+    def __init__(self, turns: Sequence[Turn], rng: random.Random) -> None:
+        self._turns, self._rng = list(turns), rng
+        self._left: list[Turn] = []
+        self.drawn: list[Turn] = []
+
+    def draw(self) -> Turn:
+        if not self._left:
+            self._left = self._rng.sample(self._turns, len(self._turns))
+        self.drawn.append(self._left.pop())
+        return self.drawn[-1]
+
+
 def recorded_sessions(most_context: int, limit: int | None = None) -> list[list[Turn]]:
     """Sessions of the recording, each turn with what it shares with the best of the eight before it.
 

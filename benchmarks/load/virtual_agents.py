@@ -2,8 +2,8 @@
 
     python -m benchmarks.load foretold [--machine small] [--load 0.5] [--spread 0.12] [--turns 400] [--seeds 1 2 3] [--record]
 
-The phases are those of agents.py: one agent alone teaches what steps cost, all of them show what the machine can do, then their
-turns come at random times at a share of that.
+The phases are those of agents.py: one agent alone teaches what steps cost, all of them show what the machine can do, then the
+same turns come at random times at a share of that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.load.lab import show, work
 from benchmarks.load.lone import CONTEXTS, sizes_behind
 from benchmarks.load.machines import MACHINES
 from benchmarks.load.policies import tails
-from benchmarks.load.recorded import Turn
+from benchmarks.load.recorded import Deck, Turn
 from benchmarks.load.timed import UnsteadyClock
 from benchmarks.load.virtual import VOCAB, Agent, Lab, Played, figures
 
@@ -59,9 +59,9 @@ class VirtualAgents:
         agents = [self._agent() for _ in range(load.agents)]
         for agent in agents:
             self._to_end(agent, self._rng.randrange(16, load.longest - 128), 1)
-        capacity = self._capacity(agents, turns)
+        capacity, same = self._capacity(agents, turns)
         began_s, busy_s = lab.clock.now_s(), self._busy_s()
-        played = self._open(agents, turns, capacity * load.share)
+        played = self._open(agents, same, capacity * load.share)
         return played, {
             **of(played),
             "capacity_turns_per_s": round(capacity, 3),
@@ -77,21 +77,21 @@ class VirtualAgents:
                     self._to_end(agent, behind - len(BEGIN), 1)
                 self._to_end(agent, size, 4)
 
-    def _capacity(self, agents: Sequence[Agent], turns: Sequence[Turn]) -> float:
-        """Turns per second when every agent asks again as soon as it has its answer."""
-        clock, done = self.lab.clock, 0
+    def _capacity(self, agents: Sequence[Agent], turns: Sequence[Turn]) -> tuple[float, list[Turn]]:
+        """Turns per second when every agent asks again as soon as it has its answer, and which turns."""
+        clock, deck = self.lab.clock, Deck(turns, self._rng)
         began_s = clock.now_s()
         until_s = began_s + self._load.capacity_s
         while clock.now_s() < until_s or self.lab.loop.running:
             for agent in agents:
                 if not agent.busy and clock.now_s() < until_s:
-                    self._ask(agent, self._rng.choice(turns), clock.ns // 1000)
-            done += len(self.lab.step())
-        return done / (clock.now_s() - began_s)
+                    self._ask(agent, deck.draw(), clock.ns // 1000)
+            self.lab.step()
+        return len(deck.drawn) / (clock.now_s() - began_s), deck.drawn
 
     def _open(self, agents: Sequence[Agent], turns: Sequence[Turn], per_second: float) -> list[Played]:
         """Turns at Poisson times, of a session that is free; if none is, another one joins."""
-        clock, ready, played = self.lab.clock, list(agents), list[Played]()
+        clock, ready, played, deck = self.lab.clock, list(agents), list[Played](), Deck(turns, self._rng)
         at_us, told_s = clock.ns // 1000, clock.now_s()
 
         def later(us: int) -> int:
@@ -104,7 +104,7 @@ class VirtualAgents:
                 agent = self._rng.choice(free)
                 if agent not in ready:
                     ready.append(agent)
-                played.append(self._ask(agent, self._rng.choice(turns), at_us))
+                played.append(self._ask(agent, deck.draw(), at_us))
                 at_us = later(at_us)
             if not self.lab.engine.has_work:
                 clock.until(at_us)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.load import virtual
 from benchmarks.load.crowded import Run, crowd, lone_of, stretches
 from benchmarks.load.machines import H200, LAPTOP, MACHINES, SMALL, Machine
 from benchmarks.load.policies import load_for, summary
-from benchmarks.load.recorded import Job, Turn, open_loop, recorded_sessions
+from benchmarks.load.recorded import Deck, Job, Turn, open_loop, recorded_sessions
 from benchmarks.load.simulator import POLICIES, fifo, lone_ttft_us, simulate
 from benchmarks.load.timed import UnsteadyClock, VirtualClock
 from benchmarks.load.virtual_agents import Load, VirtualAgents
@@ -31,6 +35,17 @@ def test_a_load_is_the_same_for_the_same_seed_and_another_for_another(sessions) 
     assert arrivals == sorted(arrivals)
     assert 0.8 < arrivals[-1] / (200 * SECOND) < 1.25
     assert all(job.suffix > 0 and job.output > 0 and job.restored + job.suffix <= 65_536 for job in jobs)
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), draws=st.integers(0, 30))
+def test_a_deck_gives_each_turn_once_before_any_comes_again(sizes: list[int], draws: int) -> None:
+    turns = [Turn(0, 0, size, number) for number, size in enumerate(sizes)]
+    deck = Deck(turns, random.Random(draws))
+    drawn = [deck.draw() for _ in range(draws)]
+    assert deck.drawn == drawn
+    counts = [drawn.count(turn) for turn in turns]
+    assert max(counts) - min(counts) <= 1
+    assert sum(counts) == draws
 
 
 @pytest.mark.parametrize("machine", list(MACHINES.values()), ids=str)

@@ -149,8 +149,10 @@ def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_
         lengths = [session.length for session in sessions]
         apart = await crowd.apart([Turn(0, 0, 50, 4)], sessions, 4)
         assert [session.length for session in sessions] == lengths, "they go on from where they were"
-        assert await crowd.closed(4, [Turn(0, 0, 50, 4)], 0.2, sessions) > 0
-        asked = await crowd.open(4, [Turn(0, 0, 50, 4)], per_second=20.0, seconds=0.5, sessions=sessions)
+        per_second, same = await crowd.closed(4, [Turn(0, 0, 50, 4)], 0.2, sessions)
+        assert per_second > 0
+        assert same == [Turn(0, 0, 50, 4)] * len(same)
+        asked = await crowd.open(4, same, per_second=20.0, seconds=0.5, sessions=sessions)
         return alone, lengths, apart, asked
 
     alone, lengths, apart, asked = asyncio.run(run())
