@@ -14,9 +14,9 @@ EVEN = 1000
 LEAST, MOST = 250, 6000
 SIZES = 7
 """Of predictions: up to 64 ms, four times that, and so on."""
-STEP = 48
-"""Permille that a correction moves by at most after one turn."""
-NEWS = 8
+STEP = 24
+"""Permille that a correction moves by at most after one turn: with more it follows a crowd that is gone by the next one."""
+NEWS = 16
 """Turns of a size that move it twice as far, since nothing is known of it."""
 NEAR = 50
 """A turn that took what was predicted, but for a fiftieth, changes nothing."""
