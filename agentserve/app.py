@@ -115,10 +115,13 @@ def _compose(config: Config, state: StateDir, spawn: Spawn, stuck_s: float) -> A
     threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
     store = make_store(config, state.server)
     seal = Seal.load(state.path / "seal.key")
-    models = tuple(
-        Served(model.name, load_text(model, store), fleet) for model, fleet in zip(config.served, fleets, strict=True)
-    )
+    texts = [load_text(model, store) for model in config.served]
+    models = tuple(Served(model.name, text, fleet) for model, text, fleet in zip(config.served, texts, fleets, strict=True))
     services = Services(config, models, store, threads, metrics, seal=seal)
+    caches = {**store.caches, "unstored": services.unstored, "endings": services.endings}
+    for what, cache in caches.items():
+        metrics.watch_kept(what, lambda cache=cache: cache.size_bytes)
+    metrics.watch_kept("encoded", lambda: sum(text.tokenizer.kept_bytes for text in texts))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

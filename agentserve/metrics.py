@@ -5,6 +5,7 @@ The worker's own figures arrive with its Load reports and are shown as they were
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ class Metrics:
         self._refused = counter("connections_refused", "Connections refused before they were accepted", ("reason",))
         self._active = gauge("active_responses", "Responses that have not ended")
         self._errors = counter("errors", "Error events and responses by code", ("code",))
+        self._kept = gauge("kept_bytes", "Bytes that each cache of the server says it takes", ("what",))
         self._worker_turns = gauge("worker_turns", "Turns in the worker", ("state", "worker"))
         self._waiting_tokens = gauge("worker_waiting_prefill_tokens", "Prompt tokens that wait for prefill", ("worker",))
         self._rate = gauge(
@@ -142,6 +144,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """reason: one of a few words such as `origin`, `host`, `token`, never text from the client."""
         self._refused.labels(reason=reason).inc()
+
+    def watch_kept(self, what: str, size_bytes: Callable[[], int]) -> None:
+        """Ask it whenever the metrics are read. what: a word for the cache whose size it tells."""
+        self._kept.labels(what=what).set_function(lambda: float(size_bytes()))
 
     # ── worker ───────────────────────────────────────────────────────────────────────────────────────────────────
 

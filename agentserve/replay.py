@@ -61,6 +61,10 @@ class Endings:
     def __init__(self, limit_bytes: int = 16 << 20) -> None:
         self._kept: Kept[tuple[str, ResponseBody, tuple[Cut, ...]]] = Kept(limit_bytes)
 
+    @property
+    def size_bytes(self) -> int:
+        return self._kept.size_bytes
+
     def add(self, principal: str, body: ResponseBody, cuts: Sequence[Cut]) -> None:
         self._kept.put(body.id, (principal, body, tuple(cuts)), len(encode_body(body)) + 100 * len(cuts))
 

@@ -41,6 +41,11 @@ class Aliases:
         self._uncommitted: OrderedDict[bytes, tuple[tuple[bytes, Alias], ...]] = OrderedDict()
         self._lock = threading.Lock()
 
+    @property
+    def size_bytes(self) -> int:
+        """What they take in memory."""
+        return self._bytes
+
     def attach(self, engine: Engine) -> None:
         """From now on, look up in this database what memory does not have."""
         self._engine = engine

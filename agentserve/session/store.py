@@ -11,9 +11,9 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Engine
@@ -81,6 +81,11 @@ class SqlStore:
 
         await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
         self._telling = asyncio.create_task(self._tell(), name="store-background")
+
+    @property
+    def caches(self) -> Mapping[str, Kept[Any] | Aliases]:
+        """What is kept in memory of the database, by what it is."""
+        return {"responses": self._responses, "contexts": self._contexts, "digests": self._digests, "aliases": self.aliases}
 
     def advice(self, error: Exception) -> str:
         """What to do about an error of open(); empty where it says that itself."""

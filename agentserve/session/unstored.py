@@ -43,6 +43,11 @@ class Unstored:
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         self._contexts: Kept[bytes] = Kept(CONTEXT_BYTES)
 
+    @property
+    def size_bytes(self) -> int:
+        """What the contexts take."""
+        return self._contexts.size_bytes
+
     def add(self, turn: StoredResponse, reused_tokens: int) -> None:
         """A turn has ended that is not to be stored."""
         key = (turn.principal, turn.session)

@@ -27,8 +27,10 @@ BATCH_CHARS = 1 << 18
 """Characters encoded at a time where a limit holds: the library needs about 200 bytes for each token while it encodes."""
 RUN_IDS = 1 << 15
 """Ids made an array of at a time, in about a millisecond: the interpreter lock is held meanwhile."""
-CACHE_IDS = 4_000_000
-"""Ids kept in the encoding cache: 16 MB."""
+CACHE_BYTES = 16 << 20
+"""Of the encoding cache: four million ids, fewer where texts are short."""
+_ENTRY_BYTES = 270
+"""What a text takes there beside its ids: its digest, an array, a place in the dict. Most of what short texts take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Tokenizer:
         self._unmarked: dict[int, str | None] = {}
         """Of tokens that were asked for."""
         self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._cached_ids = 0
+        self.kept_bytes = 0
+        """What the encoding cache takes now."""
         self._lock = threading.Lock()
         self._anchor: np.ndarray | None = None
         self._anchor = self._find_anchor()
@@ -163,10 +166,10 @@ class Tokenizer:
     def _keep(self, digest: bytes, ids: np.ndarray) -> None:
         old = self._cache.pop(digest, None)
         self._cache[digest] = ids
-        self._cached_ids += len(ids) - (len(old) if old is not None else 0)
-        while self._cached_ids > CACHE_IDS and len(self._cache) > 1:
+        self.kept_bytes += _weight(ids) - (0 if old is None else _weight(old))
+        while self.kept_bytes > CACHE_BYTES and len(self._cache) > 1:
             _, dropped = self._cache.popitem(last=False)
-            self._cached_ids -= len(dropped)
+            self.kept_bytes -= _weight(dropped)
 
     def _encode(self, texts: list[str], limit: int | None) -> list[np.ndarray]:
         pieces: list[str] = []
@@ -260,6 +263,10 @@ class Tokenizer:
             start = middle
         pieces.append(text[start:])
         return pieces
+
+
+def _weight(ids: np.ndarray) -> int:
+    return ids.nbytes + _ENTRY_BYTES
 
 
 def _array(ids: list[int]) -> np.ndarray:

@@ -45,16 +45,22 @@ def work(least: int = 64, most: int = 8192, output: int = 64) -> list[Turn]:
 
 
 class Memory:
-    """MiB of each process once a second."""
+    """MiB of each process once a second. kept: also of the server's caches, by that name."""
 
-    def __init__(self, server: LabServer) -> None:
+    def __init__(self, server: LabServer, *, kept: bool = False) -> None:
         self._server = server
+        self._kept = kept
         self._begun = time.monotonic()
         self.samples: list[tuple[float, dict[str, float]]] = []
 
     async def run(self) -> None:
         while True:
-            self.samples.append((time.monotonic() - self._begun, self._server.rss_mib()))
+            sample = self._server.rss_mib()
+            if self._kept:
+                counters = await asyncio.to_thread(self._server.counters)
+                caches = [size for name, size in counters.items() if name.startswith("agentserve_kept_bytes")]
+                sample["kept"] = sum(caches) / (1 << 20)
+            self.samples.append((time.monotonic() - self._begun, sample))
             await asyncio.sleep(1.0)
 
     def figures(self) -> dict[str, dict[str, float]]:

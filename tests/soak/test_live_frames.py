@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import connect
 
-from agentserve.session.store import KEPT_CONTEXT_BYTES, KEPT_RESPONSE_BYTES
 from benchmarks.load.client import Closed, Socket
 from benchmarks.load.lab import Memory
 from benchmarks.load.server import LabServer, lab_server
@@ -42,8 +41,6 @@ max_output_tokens = 6
 """
 EXPECTED = (" INFO ", "Invalid HTTP request received")
 """Lines of the log that are no sign of a fault."""
-KEPT_MIB = (KEPT_RESPONSE_BYTES + KEPT_CONTEXT_BYTES) / (1 << 20)
-"""Every damaged turn that is accepted is another response to keep, so that these caches fill for as long as it goes on."""
 ADMIN = ("/v1/memory/", "/v1/cache/")
 """Routes by which an operator changes what is measured here."""
 STREAMS: dict[str, dict[str, Any]] = {
@@ -248,7 +245,7 @@ async def fuzz(server: LabServer, minutes: float) -> Counter[str]:
         expected = await a_session(client)
         made = await things(client)
         await settle(server)
-        before, memory = server.descriptors(), Memory(server)
+        before, memory = server.descriptors(), Memory(server, kept=True)
         sampling = asyncio.create_task(memory.run())
         fuzz = Fuzz(server, made, asyncio.get_running_loop().time() + minutes * 60)
         kinds = [fuzz.framer] * FRAMERS + [fuzz.socket] * SOCKETS + [fuzz.caller] * CALLERS
@@ -269,7 +266,7 @@ async def fuzz(server: LabServer, minutes: float) -> Counter[str]:
         assert await a_session(client) == expected
     counters = await settle(server)
     gave_back(counters, before, server.descriptors())
-    flat(memory, KEPT_MIB)
+    flat(memory)
     assert {kind for kind in fuzz.kinds() if not fuzz.outcomes[kind]} == set(), "these were not sent, or nothing was checked"
     return fuzz.outcomes
 

@@ -77,10 +77,10 @@ def test_unfinished_character_is_shown_at_the_end():
 
 
 def test_cache_is_bounded_and_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "CACHE_IDS", 50)
+    monkeypatch.setattr(module, "CACHE_BYTES", 900)
     tok = Tokenizer(tokenizer_json())
     first = {t: tok.encode(t).tolist() for t in map(str, range(100))}
-    assert tok._cached_ids <= 50
+    assert 0 < tok.kept_bytes <= 900
     assert {t: tok.encode(t).tolist() for t in first} == first
 
 
