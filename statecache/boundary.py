@@ -65,7 +65,8 @@ class GeneratedBoundaries:
 
     def __init__(self, markers: MarkerTable, start: int, *, thinking: bool = False) -> None:
         self._markers = markers
-        self._marking = markers.all()
+        self.marking = markers.all()
+        """Tokens at which push() may find something; the others change nothing but the position."""
         self._next = start
         self._thinking = thinking
         self._calling = False
@@ -84,7 +85,7 @@ class GeneratedBoundaries:
         """Take the next sampled token; the boundary that it makes, if any."""
         before = self._next
         self._next += 1
-        if token_id not in self._marking:
+        if token_id not in self.marking:
             return None
         found = self._classify(token_id, before)
         if found is None:
@@ -94,6 +95,11 @@ class GeneratedBoundaries:
             return None
         self._last = found
         return found
+
+    def push_at(self, position: int, token_id: int) -> Boundary | None:
+        """push() of the token behind so many, where those since the last one pushed mark nothing and were left out."""
+        self._next = position
+        return self.push(token_id)
 
     def push_all(self, token_ids: Iterable[int]) -> list[Boundary]:
         return [b for b in map(self.push, token_ids) if b is not None]

@@ -46,6 +46,11 @@ class TurnSaves:
             return cls(None)
         return cls(GeneratedBoundaries(markers, len(turn.ids), thinking=thinking_is_open(turn.ids, markers)))
 
+    @property
+    def watched(self) -> frozenset[int]:
+        """Tokens at which generated() may find something."""
+        return frozenset() if self.scanner is None else self.scanner.marking
+
     def plan(self, turn: TurnRecord, policy: Policy, after: int) -> tuple[int, ...]:
         """Prompt positions where the state must be held, rising; a checkpoint at `after` is restored, 0 if none is.
 
@@ -53,13 +58,14 @@ class TurnSaves:
         """
         if not after:
             self.unproven.clear()
+            turn.unproven = False
         cuts = prompt_cuts(_boundaries(turn.start.cuts), len(turn.ids), policy, after=after, parted_at=self.parted_at)
         self.cuts = {cut.position: cut for cut in cuts}
         return tuple(cut.position for cut in cuts)
 
-    def generated(self, token: int) -> int | None:
-        """A position, found by the newest token, where the engine is to hold the state."""
-        boundary = None if self.scanner is None else self.scanner.push(token)
+    def generated(self, token: int, before: int) -> int | None:
+        """A position, found by the newest token, where the engine is to hold the state. before: tokens in front of that one."""
+        boundary = None if self.scanner is None else self.scanner.push_at(before, token)
         if boundary is None:
             return None
         position, known = boundary.position, self.cuts.get(boundary.position)
@@ -85,6 +91,7 @@ class TurnSaves:
         if not result.existed:
             if not is_proven(turn, position):
                 self.unproven.append(result.checkpoint_id)
+                turn.unproven = True
             # Rows below were there, or came with an earlier checkpoint of this turn.
             turn.written += max(0, position - max(result.known_tokens, turn.reused, self.deepest))
             self.deepest = max(self.deepest, position)

@@ -91,7 +91,8 @@ class StateBridge:
         Or, where only the disk has it, what is read of it now: take() or give_up() follows. (nothing, None) also if the cache
         failed. A hold is to be submitted before anything else is done here.
         """
-        self._kept[turn.id] = TurnSaves.of(turn)
+        kept = self._kept[turn.id] = TurnSaves.of(turn)
+        turn.watched = kept.watched
         with self._cache_may_fail("match"), self._pinned(turn) as match:
             if match.position and not self.worth(match.position, match.nbytes, match.tier):
                 self.not_worth += 1
@@ -133,6 +134,7 @@ class StateBridge:
         self._learned.came(turn, match.position, match.divergence.position)
         if match.record is not None and not match.record.proven:
             kept.unproven.append(match.record.id)
+            turn.unproven = True
         if match.resident is not None:
             return _found(match), HoldId(match.resident.hold)
         if payload is None or payload.position == 0:
@@ -178,10 +180,14 @@ class StateBridge:
     # ── while it runs ────────────────────────────────────────────────────────────────────────────────────────────
 
     def generated(self, turn: TurnRecord, token: int) -> None:
-        """Look for a boundary at the newest token and ask the engine to hold the state there."""
-        # The token was sampled, so its logits were finite, and so was all that they were computed from.
-        self.proved(turn)
-        position = self._kept[turn.id].generated(token)
+        """Look for a boundary at the newest token, the last of turn.generated, and ask the engine to hold the state there.
+
+        Needs to be told only of tokens that the turn watches for, and of the next one while something is unproven.
+        """
+        if turn.unproven:
+            # The token was sampled, so its logits were finite, and so was all that they were computed from.
+            self.proved(turn)
+        position = self._kept[turn.id].generated(token, len(turn.ids) + len(turn.generated) - 1)
         if position is None:
             return
         try:
@@ -230,6 +236,7 @@ class StateBridge:
         """Finite logits were computed from all that the turn restored and saved."""
         kept = self._kept.get(turn.id)
         if kept is not None and kept.unproven:
+            turn.unproven = False
             proven, kept.unproven = kept.unproven, []
             with self._cache_may_fail("prove"):
                 self._cache.prove(proven)

@@ -325,7 +325,8 @@ class TurnLoop:
         self._send(turn.tokens_frame(events))
         for event in events:
             turn.generated.append(event.token_id)
-            self._bridge.generated(turn, event.token_id)
+            if event.token_id in turn.watched or turn.unproven:  # hardly ever: nothing else is done for a token
+                self._bridge.generated(turn, event.token_id)
 
     def _on_progress(self, event: PrefillProgress) -> None:
         turn = self._turns.get(event.request_id)

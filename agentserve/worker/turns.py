@@ -36,6 +36,8 @@ class TurnRecord:
     mask: limits the answer, once its grammar is compiled.
     begun_us: when the engine took it. predicted: its first token from then on, as expected then. restore_bytes, tier: of the
     restored state. loading_us: until its first step, what it took to restore that.
+    watched: tokens at which the bridge may find a boundary. unproven: something was restored or saved of which nobody has seen
+    finite logits.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
     """
 
@@ -52,6 +54,8 @@ class TurnRecord:
         self.processed = 0
         self.expected = 0
         self.written = 0
+        self.watched: frozenset[int] = frozenset()
+        self.unproven = False
         self.restore_s = 0.0
         self.cancelled = False
         self.mask: TokenMask | None = None

@@ -153,3 +153,11 @@ def test_boundaries_are_the_same_under_any_chunking(ids, chunk_edges, start):
     assert all(start <= p <= start + len(ids) for p in positions)
     assert len(whole) == len(set(whole))
     assert parser.position == start + len(ids)
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.integers(0, 1000))
+def test_tokens_that_mark_nothing_need_not_be_pushed(ids, start):
+    whole = GeneratedBoundaries(MARKERS, start).push_all(ids)
+    parser = GeneratedBoundaries(MARKERS, start)
+    marking = [(start + i, token) for i, token in enumerate(ids) if token in parser.marking]
+    assert [b for b in (parser.push_at(at, token) for at, token in marking) if b is not None] == whole
