@@ -5,8 +5,6 @@ Who refers to which page and row is counted in kvcache/store.py.
 
 from __future__ import annotations
 
-import torch
-
 from engine.device.base import Device
 from engine.errors import InvalidRequest
 from engine.kvcache.arena import ArenaStats, PinnedArena
@@ -53,7 +51,6 @@ class Holds:
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @torch.inference_mode()
     def copy_out(self, hold: HoldId, kv_start: int) -> StateSnapshot:
         """A copy on the host, now: KV rows from kv_start on, recurrent components, logits if held.
 
@@ -64,7 +61,6 @@ class Holds:
             raise InvalidRequest("kv_start", kv_start, f"0 to {held.position}")
         return self._store.export(held, kv_start)
 
-    @torch.inference_mode()
     def copy_kv(self, hold: HoldId, start: int, stop: int, each: int) -> Leaving:
         """Begin to copy KV rows [start, stop), in arrays of `each` tokens (0: one). For large states, piece by piece: on a
         device nothing waits for it, and what it reads stays until it is over, whatever becomes of the hold.
@@ -76,7 +72,6 @@ class Holds:
             raise InvalidRequest("stop", (start, stop), f"a range within 0 to {held.position}")
         return self._store.copy(held, start, stop, each)
 
-    @torch.inference_mode()
     def copy_rest(self, hold: HoldId, start: int) -> Leaving:
         """The same of the KV rows from start on, the recurrent components and the logits."""
         held = self._store.get(hold)

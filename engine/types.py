@@ -33,15 +33,16 @@ class StateLayout:
 
     kv_token_bytes: bytes of one token's keys and values over all attention layers, in one row, token-major.
     state: recurrent components (delta-rule state, convolution tail …); empty for a pure attention model.
+    state_bytes: of all of them.
     """
 
     kv_token_bytes: int
     state: tuple[StateComponent, ...]
     vocab_size: int
+    state_bytes: int = field(init=False)
 
-    @property
-    def state_bytes(self) -> int:
-        return sum(c.nbytes for c in self.state)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state_bytes", sum(c.nbytes for c in self.state))  # asked for with every hold
 
 
 @dataclass(frozen=True, slots=True)

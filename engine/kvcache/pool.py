@@ -49,17 +49,17 @@ class KvPools:
 
     def read(self, pages: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Bytes of positions [start, stop) of a sequence whose page table is pages. uint8 [stop − start, token_bytes]."""
-        first = start // self.page_size
-        ids = torch.from_numpy(pages[first : -(-stop // self.page_size)]).long()
-        skip = start - first * self.page_size
-        out = torch.empty(stop - start, self.token_bytes // self._word.itemsize, dtype=self._word)
-        at = 0
-        for pool in self._words:
-            width = pool.shape[2]
-            rows = pool.index_select(0, ids).view(-1, width)
-            out[:, at : at + width] = rows[skip : skip + stop - start]
-            at += width
-        return out.view(torch.uint8).numpy()
+        size, itemsize = self.page_size, self._word.itemsize
+        out = np.empty((stop - start, self.token_bytes // itemsize), np.int64 if itemsize == 8 else np.uint8)
+        at = start
+        while at < stop:
+            page, offset = divmod(at, size)
+            count = min(size - offset, stop - at)
+            rows = out[at - start : at - start + count]
+            for pool, first, end in self._columns:
+                rows[:, first:end] = pool[pages[page], offset : offset + count]
+            at += count
+        return out.view(np.uint8)
 
     def write(self, pages: np.ndarray, start: int, rows: np.ndarray) -> None:
         """Inverse of read: put rows (uint8 [tokens, token_bytes]) at positions [start, start + tokens).

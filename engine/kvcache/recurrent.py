@@ -56,7 +56,7 @@ class RecurrentPools:
 
     def read(self, row: int) -> dict[str, np.ndarray]:
         """A copy of one row: component name → uint8 [nbytes]."""
-        return {name: pool[row].clone().view(-1).view(torch.uint8).numpy() for name, pool in self._named.items()}
+        return {name: pool[row].copy() for name, pool in self._bytes.items()}
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
         """Put one component (uint8 [nbytes], as read() gives it) into a row. The caller has checked name and size."""

@@ -291,14 +291,12 @@ class StateStore:
 
     def _copied(self, held: Held, start: int, stop: int, each: int, rest: bool) -> Copied:
         """The same at once, in host memory."""
-        rows = self.kv.read(held.pages, start, stop)
-        edges = _edges(start, stop, each)
-        kv = [rows] if len(edges) == 1 else [rows[first - start : end - start].copy() for first, end in edges]
+        kv = [self.kv.read(held.pages, first, end) for first, end in _edges(start, stop, each)]
         state = self.states.read(held.row) if rest and held.row != NO_ROW else {}
         logits = held.logits.numpy().copy() if rest and held.logits is not None else None
         for array in (*kv, *state.values()):
             _close(array)
-        return Copied(tuple(kv) if edges else (), state, logits)
+        return Copied(tuple(kv), state, logits)
 
     def _places(
         self, held: Held, edges: list[tuple[int, int]], rest: bool
