@@ -22,22 +22,24 @@ from pathlib import Path
 import numpy as np
 
 from statecache.errors import SegmentBad, TierFailed, TierFull
-from statecache.segment import Contents, RunningSum, decode_header, encode_header, header_length, part_sum
+from statecache.quarantine import Quarantine
+from statecache.segment import Contents, RunningSum, decode_header, encode_header, header_length, header_nbytes, part_sum
 from statecache.tiers.base import SegmentHeader, Take, ordinary
 from statecache.types import TierName
 
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
+_KEY_BYTES = 17
+"""Of every key that the store uses."""
 _ALLOCATION = 4096
 """Files are charged in whole blocks of common file systems."""
+_BUFFERS = 1024
+"""Most that one system call writes; every system that is supported takes as many."""
 READ_BYTES = 2 << 20
 """Read at once: small enough to be in the cache still when it is summed up."""
 ROOM_AGAIN = 8
 """Segments like the one that is written; so many must fit before a full disk counts as better."""
-QUARANTINE_FILES = 16
-QUARANTINE_BYTES = 256 << 20
-"""What is kept of bad files, beside the budget; at least the newest one stays."""
 
 
 class DiskTier:
@@ -74,10 +76,12 @@ class DiskTier:
         self._unsealed: dict[bytes, tuple[Path, SegmentHeader]] = {}
         """Where it lies meanwhile."""
         self._serial = itertools.count()
+        self._folders: set[str] = set()
+        """Those that are there, as far as is known."""
         self._last: tuple[tuple[int, ...], Contents] | None = None
         self._crowded = False
-        self._quarantine = root / "quarantine"
-        self._quarantine.mkdir(parents=True, exist_ok=True)
+        self._quarantine = Quarantine(root / "quarantine")
+        self._quarantine.make()
         self._scan()
 
     @property
@@ -98,8 +102,7 @@ class DiskTier:
         return self._used
 
     def cost(self, header: SegmentHeader, parts: Mapping[str, int]) -> int:
-        key = bytes(17)  # the length of every key that the store uses
-        return _charged(len(encode_header(key, header, parts, dict.fromkeys(parts, 0))) + sum(parts.values()))
+        return _charged(header_nbytes(_KEY_BYTES, header, parts) + sum(parts.values()))
 
     @property
     def unsealed(self) -> Collection[bytes]:
@@ -118,9 +121,9 @@ class DiskTier:
         try:
             self._write(temporary, [head, *(a.data for a in arrays.values() if a.size)])
             if sealed:
-                self._make_folder(key)
-                os.rename(temporary, self._name(key))
-                self._sync_directory(self._name(key).parent)
+                path = self._name(key)
+                self._rename(temporary, path)
+                self._sync_directory(path.parent)
         except OSError as error:
             _discard(temporary)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -141,16 +144,16 @@ class DiskTier:
     def seal(self, key: bytes) -> None:
         if key not in self._unsealed:
             return
+        path = self._name(key)
         try:
-            self._make_folder(key)
             with self._counts:  # so that it is not deleted under one name while it gets the other
                 waiting = self._unsealed.get(key)
                 if waiting is None:
                     return
-                os.rename(waiting[0], self._name(key))
+                self._rename(waiting[0], path)
                 del self._unsealed[key]
                 size = self._sizes[key]
-            self._sync_directory(self._name(key).parent)
+            self._sync_directory(path.parent)
         except OSError as error:
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
         self.on_change(key, waiting[1], size)
@@ -194,7 +197,7 @@ class DiskTier:
         """Move a bad segment to the quarantine, with the reason in a file beside it."""
         path, size = self._forget(key)
         if size:
-            self._move_aside(path, reason, self._name(key).name)
+            self._quarantine.take(path, reason, self._name(key).name)
             self.on_change(key, None, 0)
 
     @property
@@ -204,7 +207,7 @@ class DiskTier:
     def reopen(self) -> set[bytes]:
         """After the directory was made again: the keys of segments that are counted and not there. Raises TierFailed."""
         try:
-            self._quarantine.mkdir(parents=True, exist_ok=True)
+            self._quarantine.make()
             return {key for key in self.keys() if not self._path(key).exists()}
         except OSError as error:
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
@@ -250,11 +253,22 @@ class DiskTier:
             self._used -= size
         return path, size
 
-    def _make_folder(self, key: bytes) -> None:
-        folder = self._name(key).parent
+    def _rename(self, source: Path, path: Path) -> None:
+        self._make_folder(path.parent)
+        try:
+            os.rename(source, path)
+        except FileNotFoundError:  # somebody has deleted a folder that was there
+            self._folders.clear()
+            self._make_folder(path.parent)
+            os.rename(source, path)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.name in self._folders:
+            return
         if not folder.exists():
             folder.mkdir()
             self._sync_directory(self._root)
+        self._folders.add(folder.name)
 
     def _scan(self) -> None:
         """Count what an earlier process left, by names and sizes: opening every file is for those who need headers.
@@ -270,7 +284,7 @@ class DiskTier:
                     raise ValueError("not the name of a segment")
                 size = entry.stat().st_size
             except ValueError as error:
-                self._move_aside(Path(entry.path), str(error), entry.name)
+                self._quarantine.take(Path(entry.path), str(error), entry.name)
             except OSError as error:
                 log.warning("segment not counted file=%s reason=%s", entry.name, error.strerror)
             else:
@@ -283,35 +297,20 @@ class DiskTier:
                 with os.scandir(folder.path) as files:
                     yield from (f for f in files if f.name.endswith(_SUFFIX))
 
-    def _move_aside(self, path: Path, reason: str, name: str) -> None:
-        log.warning("segment set aside file=%s reason=%s", name, reason)
-        target = self._quarantine / name
-        try:
-            path.rename(target)
-            target.with_suffix(".reason").write_text(reason + "\n")
-            self._shorten_quarantine()
-        except FileNotFoundError:  # somebody else deleted it: there is nothing to move
-            return
-        except OSError as failure:
-            log.warning("segment not moved file=%s reason=%s", name, failure.strerror)
-
-    def _shorten_quarantine(self) -> None:
-        kept = sorted(self._quarantine.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
-        total = 0
-        for number, path in enumerate(kept):
-            total += path.stat().st_size
-            if number and (number >= QUARANTINE_FILES or total > QUARANTINE_BYTES):
-                path.unlink(missing_ok=True)
-                path.with_suffix(".reason").unlink(missing_ok=True)
-
     def _write(self, path: Path, buffers: list[bytes | memoryview]) -> None:
-        with path.open("xb", buffering=0) as file:
-            for buffer in buffers:
-                view = memoryview(buffer)
-                while len(view):
-                    view = view[file.write(view) :]
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            left = [memoryview(buffer) for buffer in buffers]
+            while left:
+                count = os.writev(descriptor, left[:_BUFFERS])
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
             if self._fsync:
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _sync_directory(self, directory: Path) -> None:
         if not self._fsync:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -16,14 +18,14 @@ from safetensors.numpy import load_file
 
 import statecache.tiers.disk as disk_module
 from statecache.errors import TierFull
-from statecache.segment import decode_header, encode_header
+from statecache.segment import decode_header, encode_header, header_nbytes
 from statecache.store import StateCache
 from statecache.tiers.base import SegmentHeader
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import BoundaryKind
 from tests.statecache.test_failures import best
-from tests.statecache.world import OTHER_SALT, SALT, close_books, context, make, save
+from tests.statecache.world import NAMESPACE, OTHER_SALT, SALT, close_books, context, make, save
 
 
 def open_disk(root: Path, budget: int = 1 << 24) -> DiskTier:
@@ -334,14 +336,56 @@ part_sizes = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.integer
 @given(header=headers, key=st.binary(max_size=17), sizes=part_sizes, fill=st.integers(0, 2**64 - 1))
 @settings(deadline=None)
 def test_a_header_says_what_was_written(header, key, sizes, fill):
-    sums = dict.fromkeys(sizes, fill)
+    sums: dict[str, int] = dict.fromkeys(sizes, fill)
     head = encode_header(key, header, sizes, sums)
-    assert len(head) == len(encode_header(key, header, sizes, dict.fromkeys(sizes, 0)))
+    assert len(head) == header_nbytes(len(key), header, sizes)
     assert len(head) % 8 == 0
     contents = decode_header(head[8:])
     assert (contents.key, contents.header) == (key, header)
     assert {n: (size, total) for n, (_, size, total) in contents.parts.items()} == {n: (sizes[n], fill) for n in sizes}
     assert contents.nbytes == len(head) + sum(sizes.values())
+
+
+def test_headers_are_the_bytes_that_earlier_versions_wrote():
+    """Compact JSON, and a digest over it with sorted keys, both as Python's own json has them."""
+    header = SegmentHeader("state", b"n" * 32, b"s" * 32, b"k" * 16, b"", 64, 70, b"t" * 24, BoundaryKind.TURN, 3)
+    sizes = {"state.layer.1.delta": 96, "kv.tail": 48, "empty": 0}
+    head = encode_header(b"s" + b"i" * 16, header, sizes, {"state.layer.1.delta": 7, "kv.tail": 2**64 - 1, "empty": 0})
+    text = head[8:].decode()
+    table = json.loads(text)
+    assert json.dumps(table, separators=(",", ":")) == text.rstrip(" ")
+    meta = table.pop("__metadata__")
+    digest = meta.pop("digest")
+    signed = json.dumps([meta, table], sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(signed.encode()).hexdigest() == digest
+
+
+def test_a_segment_is_whole_however_little_the_system_writes_at_once(tmp_path, monkeypatch):
+    real, calls = os.writev, []
+
+    def little(descriptor, buffers):
+        calls.append(len(buffers))
+        return real(descriptor, [bytes(buffers[0])[:7]])
+
+    monkeypatch.setattr(disk_module.os, "writev", little)
+    disk = open_disk(tmp_path)
+    parts = {name: np.frombuffer(name.encode() * 9, np.uint8) for name in ("kv.tail", "state.a", "state.b")}
+    key = b"s" + bytes(16)
+    disk.put(key, SegmentHeader("state", NAMESPACE, SALT, b"", b"", 0, 3, bytes(12)), parts)
+    assert len(calls) > 100
+    assert {name: disk.read(key, name).tobytes() for name in parts} == {name: part.tobytes() for name, part in parts.items()}
+
+
+def test_a_folder_that_somebody_deletes_is_made_again(tmp_path):
+    disk = open_disk(tmp_path)
+    header = SegmentHeader("state", NAMESPACE, SALT, b"", b"", 0, 3, bytes(12))
+    first, second, third = (b"s" + bytes(15) + bytes([n]) for n in range(3))
+    for key in (first, second):
+        disk.put(key, header, {"kv.tail": np.ones(5, np.uint8)})
+        shutil.rmtree(tmp_path / "00")
+    disk.put(third, header, {"kv.tail": np.ones(5, np.uint8)}, sealed=False)
+    disk.seal(third)
+    assert disk.read(third, "kv.tail").tolist() == [1] * 5
 
 
 @given(header=headers, at=st.integers(0, 10**6), bit=st.integers(0, 7))
