@@ -103,7 +103,7 @@ def token_bytes(tokens: np.ndarray | Sequence[int]) -> bytes:
         raise ValueError(f"token ids must have one dimension, got {ids.ndim}")
     if ids.size and ids.dtype.kind not in "iu":
         raise ValueError(f"token ids must be integers, got {ids.dtype}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
+    if ids.size and ids.dtype != np.uint32 and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
         raise ValueError("token id outside [0, 2**32)")
     return ids.astype("<u4", copy=False).tobytes()
 

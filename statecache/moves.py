@@ -8,7 +8,7 @@ finish one at once. Not thread-safe: StateCache calls it under its lock, from th
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -25,6 +25,9 @@ from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
 log = logging.getLogger(__name__)
 MOST_RESIDENTS = 512
 """More than so many are not worth looking through when room is needed."""
+ORDERED = 8
+ORDER_S = 10.0
+"""So many victims are known in advance, for so long: to weigh all residents again costs as much as to copy one."""
 
 
 class Saves(Protocol):
@@ -130,6 +133,9 @@ class Moves:
         """Ids to be copied to the next tier, in this order."""
         self._job: Job | None = None
         self._told_of_failures = False
+        self._order: deque[tuple[Resident, float]] = deque()
+        """First to go, with when each was used, as it was at _ordered_at."""
+        self._ordered_at = 0.0
         device.on_release = self._gone
 
     @property
@@ -284,8 +290,29 @@ class Moves:
         self._kept.leave_device(record)
 
     def _victims(self) -> Iterator[Resident]:
-        """First to go first. What is pinned or expected soon comes last: it may have to go, since running turns do not wait."""
-        now, residents = self._kept.clock(), self._device.residents
+        """First to go first. What is pinned or expected soon comes last: it may have to go, since running turns do not wait.
+
+        One order serves several calls, as far as those next in it are as they were: a turn takes one row after another.
+        """
+        now = self._kept.clock()
+        while self._order and self._ordered_at <= now < self._ordered_at + ORDER_S:
+            resident, used_at = self._order.popleft()
+            record = resident.record
+            if not self._is_here(resident):
+                continue
+            if record.used_at != used_at or record.pins or record.expected_until > now:
+                break
+            yield resident
+        order = self._in_order(now)
+        self._order = deque((resident, resident.record.used_at) for resident in order[:ORDERED])
+        self._ordered_at = now
+        for resident in order:
+            if self._order and self._order[0][0] is resident:
+                self._order.popleft()
+            yield resident
+
+    def _in_order(self, now: float) -> list[Resident]:
+        residents = self._device.residents
         candidates: list[Candidate] = []
         for resident in residents.values():
             record = resident.record
@@ -303,4 +330,4 @@ class Moves:
         order = eviction_order(candidates, self._kept.policy)
         records = {checkpoint_id: residents[checkpoint_id].record for checkpoint_id in order}
         order.sort(key=lambda checkpoint_id: (bool(records[checkpoint_id].pins), records[checkpoint_id].expected_until > now))
-        return iter([residents[checkpoint_id] for checkpoint_id in order])
+        return [residents[checkpoint_id] for checkpoint_id in order]

@@ -62,6 +62,7 @@ class Placing:
         self.moves: Moves | None = None
         self.collisions = 0
         self._waiting = waiting
+        self._last: Path | None = None
 
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int:
         """See StateCache.kv_missing_from."""
@@ -239,10 +240,14 @@ class Placing:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _path(self, salt: bytes, ids: bytes, walk: Walk) -> Path:
+        last = self._last
+        if last is not None and last.ids == ids and last.salt == salt:  # one copy asks for the same path several times
+            return last
         known = walk.keys()
         chain = KeyChain(self._namespace, salt, known=known, hash128=self._hash128)
         chain.extend(ids[len(known) // KEY_BYTES * 4 * BLOCK_TOKENS :])
-        return Path(self._namespace, salt, ids, chain.joined)
+        self._last = Path(self._namespace, salt, ids, chain.joined)
+        return self._last
 
     def id_of(self, path: Path) -> str:
         """The same in every process: digest of the last full block's key, the position and the ids behind that block."""

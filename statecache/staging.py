@@ -52,6 +52,8 @@ class Staging:
         self._kept = kept
         self._upper = kept.shelves[0]
         self.items: dict[str, Staged] = {}
+        self._fitting = 0, 0
+        """(bytes, tokens) of a context that is not too large: neither is a shorter one."""
 
     @property
     def used_bytes(self) -> int:
@@ -63,7 +65,13 @@ class Staging:
 
     def passes(self, position: int) -> bool:
         """Whether a context of that many tokens is too large for the memory tier."""
-        return self._upper.whole_bytes(position) > self._upper.tier.budget_bytes - self.limit_bytes
+        limit = self._upper.tier.budget_bytes - self.limit_bytes
+        if position <= self._fitting[1] and limit >= self._fitting[0]:
+            return False
+        whole = self._upper.whole_bytes(position)
+        if whole <= limit:
+            self._fitting = whole, position
+        return whole > limit
 
     def missing_from(self, path: Path) -> int:
         """First token whose rows put() needs. The last full block if it would be refused anyway: why copy much for it?"""

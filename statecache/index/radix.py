@@ -80,6 +80,8 @@ class RadixIndex:
         self._roots: dict[bytes, Node] = {}
         self._where: dict[str, tuple[Node, int]] = {}
         self._tokens = 0
+        self._walked: tuple[bytes, bytes, RadixWalk] | None = None
+        """The last answer of walk(), good until something changes: whoever saves a state asks for the same several times."""
 
     @property
     def tokens(self) -> int:
@@ -92,8 +94,13 @@ class RadixIndex:
         return mark in self._where
 
     def walk(self, salt: bytes, ids: bytes) -> RadixWalk:
+        last = self._walked
+        if last is not None and last[1] == ids and last[0] == salt:
+            return last[2]
         root = self._roots.get(salt)
-        return RadixWalk([], 0) if root is None else RadixWalk(*_follow(root, ids))
+        walk = RadixWalk([], 0) if root is None else RadixWalk(*_follow(root, ids))
+        self._walked = salt, ids, walk
+        return walk
 
     def agrees_elsewhere(self, salt: bytes, ids: bytes) -> Iterator[RadixWalk]:
         tried = 0
@@ -107,6 +114,7 @@ class RadixIndex:
 
     def add(self, salt: bytes, ids: bytes, keys: bytes, mark: str) -> None:
         position = len(ids) // 4
+        self._walked = None
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(salt, None, 0, b"", b"")
@@ -141,6 +149,7 @@ class RadixIndex:
         place = self._where.pop(mark, None)
         if place is None:
             return
+        self._walked = None
         node, position = place
         i = bisect_left(node.positions, position)
         del node.positions[i], node.marks[i]

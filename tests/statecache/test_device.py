@@ -420,3 +420,36 @@ def test_a_copy_that_fails_loses_its_checkpoint_alone_and_is_told_once(caplog):
     assert w.cache.checkpoints() == []
     assert [r.levelname for r in caplog.records if "not copied" in r.message].count("WARNING") == 1
     w.everything_goes()
+
+
+def test_one_order_of_victims_serves_several_shortages_as_far_as_nothing_happened_to_them():
+    w = World()
+    contexts = [context(20 + number, 200) for number in range(7)]
+    ids = []
+    for tokens in contexts:
+        ids.append(w.admit(tokens).checkpoint_id)
+        w.clock.now += 100
+    asked, real = [], w.pools.own_bytes
+    w.pools.own_bytes = lambda hold: asked.append(hold) or real(hold)
+    weighed = [0]
+
+    def gone() -> tuple[int, ...]:
+        asked.clear()
+        assert w.cache.make_device_room(1) == 1
+        weighed[0] = len(asked)
+        here = {info.id for info in w.cache.checkpoints() if "device" in info.tiers}
+        return tuple(number for number, id in enumerate(ids) if id not in here)
+
+    assert gone() == (0,)
+    assert weighed == [8]  # all of them, and what the one that goes gives back
+    assert gone() == (0, 1)
+    assert weighed == [1]
+    w.cache.match(np.append(contexts[2], 1), SALT).release()
+    assert gone() == (0, 1, 3), "the next one was used since then"
+    assert w.cache.pin(ids[4] or "", "s")
+    assert gone() == (0, 1, 3, 5), "and this one was pinned"
+    w.clock.now += 100
+    assert gone() == (0, 1, 3, 5, 6), "before one that was used twice"
+    assert weighed > [1], "an order ends by itself"
+    w.cache.forget("s")
+    w.check()

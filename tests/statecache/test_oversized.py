@@ -324,3 +324,13 @@ def test_the_ladder_of_an_opened_cache_fits_its_memory(tmp_path) -> None:
     alone = open_states(NAMESPACE, layout, 1 << 30, None, policy=Policy())
     assert alone.cache.policy.ladder_tokens == 8_192
     alone.close()
+
+
+def test_what_fits_memory_is_asked_again_when_its_budget_changes() -> None:
+    cache = behind()
+    staging = cache._staging
+    assert [staging.passes(position) for position in (300, 600, 2_000, 500)] == [False, False, True, False]
+    cache.set_budget("ram", RAM // 2)
+    assert [staging.passes(position) for position in (600, 500, 300)] == [True, True, False]
+    cache.set_budget("ram", 4 * RAM)
+    assert not staging.passes(2_000)

@@ -96,3 +96,16 @@ def test_a_long_session_stays_one_edge():
     (edge,) = root.children.values()
     assert not edge.children
     assert next(index.walk(b"a", ids).marks(19_999)) == (19_990, "m1999")
+
+
+def test_a_walk_is_followed_again_when_something_changed():
+    index, tokens = RadixIndex(), np.arange(200)
+    ids, keys = token_bytes(tokens), keys_of(b"a", tokens)
+    assert index.walk(b"a", ids).depth == 0
+    index.add(b"a", ids[:400], keys[:16], "shorter")
+    assert list(index.walk(b"a", ids).marks(200)) == [(100, "shorter")]
+    assert index.walk(b"b", ids).depth == 0
+    index.add(b"a", ids, keys, "whole")
+    assert index.walk(b"a", ids).at(200) == "whole"
+    index.remove("whole")
+    assert index.walk(b"a", ids).depth == 100
