@@ -33,6 +33,9 @@ from statecache.writer import Writer
 log = logging.getLogger(__name__)
 USES_S = 60.0
 """Between updates of when checkpoints were used."""
+ROWS_S = 5.0
+MOST_ROWS = 256
+"""Changes that wait to be told to the index: for so long at most, and so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +173,10 @@ def open_states(
         log.info("checkpoints found count=%d bytes=%d s=%.2f", found, tier.used_bytes, time.monotonic() - began)
     except OSError as error:
         log.warning("saved states on disk were not read: %s", error)
-    after_copy = (lambda: None) if ledger is None else _AfterCopy(cache, ledger)
+    after_copies = (lambda: USES_S) if ledger is None else _AfterCopies(cache, ledger, clock)
     before_copy = _BeforeCopy(cache, tier, place)
     hourly = disk.bytes_per_hour
-    writer = Writer(cache, bytes_per_hour=hourly, clock=clock, before_copy=before_copy, after_copy=after_copy)
+    writer = Writer(cache, bytes_per_hour=hourly, clock=clock, before_copy=before_copy, after_copies=after_copies)
     states = SavedStates(cache, writer, place, ledger)
     states.ladder_tokens, states.sharers = ladder_tokens, max(1, len(disk.beside))
     states.others_bytes = disk.budget_bytes - budget * states.sharers
@@ -198,19 +201,32 @@ class _BeforeCopy:
             log.warning("the directory of saved states is made again checkpoints_lost=%d", lost)
 
 
-class _AfterCopy:
-    """Brings the ledger in step; once in a while also with what was used."""
+class _AfterCopies:
+    """Brings the ledger in step, a few seconds of changes in one transaction; once in a while also with what was used.
 
-    def __init__(self, cache: StateCache, ledger: Ledger) -> None:
+    A transaction costs about as much as what it tells of, and a row that a crash takes is read from its file again.
+    """
+
+    def __init__(self, cache: StateCache, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._ledger = ledger
-        self._uses_at = time.monotonic()
+        self._clock = clock
+        self._uses_at = clock()
+        self._rows_at = self._uses_at - ROWS_S
 
-    def __call__(self) -> None:
-        if time.monotonic() - self._uses_at > USES_S:
-            self._uses_at = time.monotonic()
+    def __call__(self) -> float:
+        """Seconds until it is to be called again."""
+        now = self._clock()
+        if now - self._uses_at > USES_S:
+            self._uses_at = now
             self._ledger.note_uses(_epoch(self._cache.uses()))
-        self._ledger.flush()
+        waits_s = self._rows_at + ROWS_S - now
+        if waits_s > 0 and self._ledger.waiting < MOST_ROWS and not self._ledger.urgent:
+            return waits_s if self._ledger.waiting else USES_S
+        if self._ledger.waiting:
+            self._rows_at = now
+            self._ledger.flush()
+        return ROWS_S if self._ledger.waiting else USES_S
 
 
 def _open_ledger(disk: DiskSettings, namespace: bytes, prepare: Callable[[Engine], object]) -> Ledger | None:

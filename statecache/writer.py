@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 10.0
 """Between attempts on a disk that fails or has no room."""
 IDLE_S = 60.0
+MOST_COPIES = 16
+"""Between two calls of after_copies: what it does costs about as much for many as for one."""
 HOUR_S = 3600
 
 
@@ -49,8 +51,8 @@ class Writer:
     """One thread that calls `cache.copy_one()` while something waits. Make one per write-behind cache, close() it at the end.
 
     bytes_per_hour: see Allowance; flash cells wear out. before_copy: called in the writing thread before each copy and about
-    once a minute; may raise TierFailed. after_copy: after each, and as often. on_idle: called there whenever nothing is left to
-    write. Neither may raise.
+    once a minute; may raise TierFailed. after_copies: when nothing is left to write, and after MOST_COPIES; returns in how many
+    seconds it wants to be called again. on_idle: called there whenever nothing is left to write. Neither may raise.
     """
 
     def __init__(
@@ -61,16 +63,17 @@ class Writer:
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.monotonic,
         before_copy: Callable[[], None] = lambda: None,
-        after_copy: Callable[[], None] = lambda: None,
+        after_copies: Callable[[], float] = lambda: IDLE_S,
     ) -> None:
         self._cache = cache
         self._clock = clock
         self._retry_s = retry_s
         self._before_copy = before_copy
-        self._after_copy = after_copy
+        self._after_copies = after_copies
+        self._copies = 0
         self.on_idle: Callable[[], None] = lambda: None
         self._allowance = Allowance(bytes_per_hour, int(clock()))
-        self._one = threading.Lock()  # flush() copies too, and each trouble is told once
+        self._one = threading.Lock()  # flush() copies and settles too, and each trouble is told once
         self._wake = threading.Event()
         self._stop = False
         self._trouble = ""
@@ -102,6 +105,7 @@ class Writer:
             self._cache.want_all()
         while self._clock() < until and not self._allowance.wait_s(int(self._clock())):
             if not self._copy():
+                self._settle()
                 return not self._trouble
         return False
 
@@ -111,7 +115,7 @@ class Writer:
         self._stop = True
         self._wake.set()
         self._thread.join()
-        self._after_copy()
+        self._settle()
         return done
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,9 +126,9 @@ class Writer:
             over_s = self._allowance.wait_s(int(self._clock()))
             if not over_s and self._copy():
                 continue
-            self._after_copy()
+            again_s = self._settle()
             self.on_idle()
-            pause_s = self._retry_s if self._trouble else IDLE_S
+            pause_s = self._retry_s if self._trouble else min(IDLE_S, again_s)
             if not self._stop:
                 self._wake.wait(min(over_s, pause_s) if over_s else pause_s)
 
@@ -156,8 +160,16 @@ class Writer:
         if self._trouble and written:
             log.warning("saved states are written to disk again")
             self._trouble = ""
-        self._after_copy()
+        self._copies += 1
+        if self._copies >= MOST_COPIES:
+            self._copies = 0
+            self._after_copies()
         return True
+
+    def _settle(self) -> float:
+        with self._one:
+            self._copies = 0
+            return self._after_copies()
 
     def _look_behind(self, *, idle: bool) -> None:
         """Whether states left memory before their turn to be written came."""

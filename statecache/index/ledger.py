@@ -64,6 +64,7 @@ class Ledger:
         self._uses: dict[bytes, tuple[int, float]] = {}
         self._members: dict[tuple[str, bytes], bool] = {}
         self._left: set[str] = set()
+        self._urgent = False
         self._prepared = False
         self._retry_at = 0.0
         self.trouble = ""
@@ -71,7 +72,12 @@ class Ledger:
     @property
     def waiting(self) -> int:
         """Changes that are not in the database yet."""
-        return len(self._notes)
+        return len(self._notes) + len(self._uses) + len(self._members) + len(self._left)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether some of them can be read from nowhere else, and were asked for: a pin, or that a session is forgotten."""
+        return self._urgent
 
     def note(self, key: bytes, header: SegmentHeader | None, nbytes: int) -> None:
         """A segment was written, or deleted (header None)."""
@@ -82,6 +88,7 @@ class Ledger:
     def note_member(self, session: str, state: bytes | None, pinned: bool) -> None:
         """A session uses a state, pinned or not; None: it is forgotten, with all that it used."""
         with self._lock:
+            self._urgent |= pinned or state is None
             if state is None:
                 self._members = {member: is_ for member, is_ in self._members.items() if member[0] != session}
                 self._left.add(session)
@@ -130,6 +137,7 @@ class Ledger:
             uses, self._uses = self._uses, {}
             members, self._members = self._members, {}
             left, self._left = self._left, set()
+            urgent, self._urgent = self._urgent, False
         if not (notes or uses or members or left):
             return True
         rows = {key: row for key, row in notes.items() if row is not None}
@@ -153,6 +161,7 @@ class Ledger:
                 again = {member: pinned for member, pinned in members.items() if member[0] not in self._left}
                 self._members = again | self._members
                 self._left |= left
+                self._urgent |= urgent
             return False
         if self.trouble:
             log.warning("checkpoint index works again")

@@ -24,7 +24,7 @@ from statecache.index.tables import metadata, segments
 from statecache.keys import KeyChain, block_keys, token_bytes
 from statecache.tiers.base import SegmentHeader
 from tests.statecache.test_failures import best
-from tests.statecache.world import LAYOUT, NAMESPACE, OTHER_SALT, SALT, close_books, context, save
+from tests.statecache.world import LAYOUT, NAMESPACE, OTHER_SALT, SALT, Clock, close_books, context, save
 
 
 def states(root: Path, url: str, **kwargs) -> SavedStates:
@@ -330,3 +330,41 @@ def test_two_workers_that_start_together_migrate_once(database_url):
 
     with ThreadPoolExecutor(3) as threads:
         assert set(threads.map(start, range(3))) == {revisions()[-1]}
+
+
+def test_rows_are_told_to_the_database_a_few_seconds_at_a_time_and_pins_at_once(tmp_path):
+    """A crash before that leaves files without rows, and their headers are read at the next start."""
+    clock, url = Clock(), f"sqlite:///{tmp_path / 'checkpoints.db'}"
+    opened, tokens = states(tmp_path, url, clock=clock), context(1, 700)
+    writer, ledger = opened.writer, opened.ledger
+    assert writer is not None
+    assert ledger is not None
+    writer.close()
+    saved: list[str] = []
+
+    def write(position: int) -> int:
+        saved.append(save(opened.cache, tokens, position).checkpoint_id or "")
+        opened.cache.want(saved[-1:])
+        assert writer.flush(20.0)
+        return len(rows(url))
+
+    assert write(30) == 1, "nothing was told for long"
+    clock.now += 1.0
+    assert [write(40), write(50)] == [1, 1]
+    clock.now += 5.0
+    assert write(60) == 4
+    clock.now += 1.0
+    assert write(50) == 4
+    assert write(55) == 4
+    assert opened.cache.pin(saved[-1], "somebody")
+    assert writer.flush(20.0)
+    assert len(rows(url)) == 5
+    assert not ledger.waiting
+    write(45)
+    ledger._engine.dispose()
+    assert opened._place is not None
+    opened._place.close()
+    again = states(tmp_path, url)
+    assert [info.position for info in again.cache.checkpoints()] == [30, 40, 45, 50, 55, 60]
+    assert len(rows(url)) == 6
+    again.close()

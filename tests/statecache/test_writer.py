@@ -315,3 +315,20 @@ def test_workers_that_run_together_share_a_budget_in_any_order_and_remove_none_o
     # Alone, with the same budget, the second worker's directory of before is one of the unused.
     assert make_room(tmp_path, folder_of(tmp_path, b"m".ljust(32, b".")), budget) == budget - old
     assert [a.label for a in namespaces(tmp_path)].count("m/1") == 0
+
+
+def test_what_follows_copies_is_done_once_for_many_of_them():
+    cache = make(tiers=[RamTier(1 << 20), RamTier(1 << 20, name="disk")], write_behind=True)
+    left: list[int] = []
+
+    def after() -> float:
+        left.append(cache.stats().waiting)
+        return 60.0
+
+    writer = Writer(cache, after_copies=after)
+    writer.close()
+    left.clear()
+    tokens = context(7, 700)
+    cache.want([save(cache, tokens, position).checkpoint_id or "" for position in range(100, 140)])
+    settle(writer)
+    assert left == [24, 8, 0]
