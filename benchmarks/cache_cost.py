@@ -1,13 +1,16 @@
 """What the state cache costs a turn: finding a checkpoint, naming new tokens, memory of the index, saving.
 
-    python -m benchmarks.cache_cost [--checkpoints 10000] [--rounds 40] [--only saving] [--record]
+    python -m benchmarks.cache_cost [--checkpoints 10000] [--rounds 100] [--only saving] [--record]
 
 Processor time, so that other work on the machine matters little. Matches: contexts of 100,000 tokens whose paths are known,
-among that many checkpoints of 100 sessions with one system prompt. Saving, to memory and disk: the demo model plays four short
-turns in each round, two of them with nothing saved, in the order A B B A and B A A B by turns. Two shares of the time in which
-it decoded, each as the median over rounds with a 95% interval (bootstrap): the difference between the two kinds of turns, which
-counts everything and is a small difference of large numbers; and what is counted as saving itself by the clocks of its threads,
-which leaves out what a pass does to keep a state, and stands on a busy machine too.
+among that many checkpoints of 100 sessions with one system prompt.
+
+Saving, to memory, disk and index: two servers with the demo model play the same short turn in each round, a few steps of one
+and a few of the other by turns, so that whatever else the machine does meets both alike. One saves and one does not. Two shares
+of the time in which the latter decodes, each as the median over rounds with a 95% interval (bootstrap). The difference of all
+that the two turns took, with what was put off: prefill, cuts and what caches lost included. And what is counted as saving
+by the clocks of the calls and threads that save, less what the clocks take, which the other server's calls that do nothing
+tell: it leaves out what a pass does to keep a state, and is steadier on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,10 @@ NEW = 2_048
 """Tokens that a turn adds, in the row about hashing."""
 LAYOUT = Layout(1, (), 1)
 SALT = b"s" * 32
-WARM_UP = 2
+WARM_UP = 8
+"""Rounds until the engine's pools are as full as they stay."""
+STRETCH = 4
+"""Steps of one server before the other's."""
 ANSWER = "The lamp in the old house by the river is green, and it costs forty two coins today. "
 
 
@@ -92,87 +99,114 @@ def index_bytes(checkpoints: int) -> float:
     return (taken - 4 * index.tokens) / len(index)
 
 
-class Saver:
-    """One server that saves in every other turn, or rather in turns 1 and 4 of four, so that drift cancels."""
+class Lane:
+    """One of two servers that play the same turns: with states saved, in the engine's pools, memory, on disk and in its index,
+    or with nothing saved at all."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._server = server = Server(DEMO_MODEL, DEMO_MODEL, state_dir=state_dir)
-        self.saves = True
-        bridge = server.bridge
-        for name, silent in (
-            ("plan_cuts", lambda turn, after: ()),
-            ("generated", lambda turn, token: None),
-            ("save", lambda turn, cut: bridge.release(cut.hold)),
-        ):
-            setattr(bridge, name, self._either(getattr(bridge, name), silent))
-        self._inside = _timed(bridge, ("plan_cuts", "generated", "save", "close", "chore", "drain"))
-        self._serial = 0
-        self.checkpoints = 0
+    def __init__(self, state_dir: Path | None) -> None:
+        self.server = Server(DEMO_MODEL, DEMO_MODEL, state_dir=state_dir, index=True)
+        self.saves = state_dir is not None
+        self._written = threading.Event()
+        self.server.states.on_written(self._written.set)
+        if state_dir is not None:  # it has all its folders, as one that has been used for a day
+            (quarantine,) = state_dir.glob("*/quarantine")
+            for number in range(256):
+                (quarantine.parent / f"{number:02x}").mkdir()
+        bridge = self.server.bridge
+        self.inside: list[float] = []
+        """Processor seconds of each call that saves. Where nothing is saved, what the clocks themselves take."""
+        if not self.saves:
+            bridge.plan_cuts = lambda turn, after: ()
+            bridge.generated = lambda turn, token: None
+            bridge.save = lambda turn, cut: bridge.release(cut.hold)
+        self.server.engine.set_reclaim(self._timed(bridge._reclaim))  # pyright: ignore[reportPrivateUsage]
+        for name in ("plan_cuts", "generated", "save", "close"):
+            setattr(bridge, name, self._timed(getattr(bridge, name)))
+        self._steps: Iterator[None] = iter(())
+        self.spent = self.decoded = 0.0
 
-    def _either(self, real: Callable[..., Any], silent: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: (real if self.saves else silent)(*arguments)
+    def begin(self, ask: Message, say: Message, instructions: str) -> None:
+        self._steps = self.server.steps([ask], [say], instructions=instructions)
+        next(self._steps)
+        self.inside.clear()
+        self.spent = self.decoded = 0.0
 
-    def turn(self, saves: bool, number: int) -> tuple[float, float, float]:
-        """Processor seconds of a turn with all that was put off: (of the process, of decoding, counted as saving).
+    def go(self) -> bool:
+        """Some steps. False: the turn is over."""
+        for _ in range(STRETCH):
+            decodes = bool(self.server.told.logits)
+            began = time.thread_time()
+            try:
+                next(self._steps)
+            except StopIteration:
+                return False
+            took = time.thread_time() - began
+            self.spent += took
+            self.decoded += took * decodes
+        return True
 
-        number: turns of the same one are as long as each other and share nothing.
-        """
-        server, self.saves = self._server, saves
-        self._serial += 1
-        ask = Message(role="user", content=(InputText(f"{self._serial:06d}: " + ANSWER * (10 + number % 4)),))
-        say = Message(role="assistant", content=(OutputText(ANSWER * 8),))
-        first_token: list[float] = []
-        real = server.loop.step
+    def finish(self) -> None:
+        """Do all that was put off."""
+        states = self.server.states
+        began = time.thread_time()
+        self.server.bridge.drain(60.0, everything=False)
+        self.inside.append(time.thread_time() - began)
+        self.spent += self.inside[-1]
+        written = states.writer is None
+        while not written:
+            self._written.clear()
+            states.want(())  # it says so again when nothing is left
+            assert self._written.wait(60.0)
+            written = not states.cache.stats().waiting
 
-        def step() -> bool:
-            ended = real()
-            if server.told.logits and not first_token:
-                first_token.append(time.process_time())
-            return ended
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """None of them calls another."""
 
-        server.loop.step = step  # pyright: ignore[reportAttributeAccessIssue]
-        self._inside.clear()
-        before = server.states.cache.stats().checkpoints
-        gc.collect()
-        gc.disable()
-        began, here = time.process_time(), time.thread_time()
-        server.turn([ask], [say], instructions=f"{self._serial:06d}")
-        decoded = time.process_time()
-        server.bridge.drain(60.0, everything=False)
-        assert server.states.writer is not None
-        while not server.states.writer.flush(60.0):
-            pass
-        ended, elsewhere = time.process_time(), time.thread_time() - here
-        gc.enable()
-        server.loop.step = real  # pyright: ignore[reportAttributeAccessIssue]
-        self.checkpoints += server.states.cache.stats().checkpoints - before
-        # The engine computes in this thread, so whatever others used was used for writing.
-        return ended - began, decoded - first_token[0], sum(self._inside) + (ended - began - elsewhere)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.inside.append(time.thread_time() - began)
 
-    def close(self) -> None:
-        self._server.close()
+        return timed
+
+
+def message_pair(number: int) -> tuple[Message, Message]:
+    """What is asked and answered in a round; no two of them share anything."""
+    ask = Message(role="user", content=(InputText(f"{number:06d}: " + ANSWER * (10 + number % 4)),))
+    return ask, Message(role="assistant", content=(OutputText(ANSWER * 8),))
 
 
 def saving(rounds: int) -> dict[str, Any]:
-    """Of the demo model, one thread: shares of the processor time that its decoding takes."""
+    """Of the demo model, one thread: shares of the processor time that decoding takes where nothing is saved."""
     paired: list[float] = []
     counted: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        saver = Saver(Path(folder))
+        saves, plain = lanes = Lane(Path(folder)), Lane(None)
+        elsewhere = 0.0
         for number in range(-WARM_UP, rounds):
-            total: dict[bool, list[float]] = {True: [], False: []}
-            decoding: list[float] = []
-            inside: list[float] = []
-            for saves in (True, False, False, True) if number % 2 else (False, True, True, False):
-                spent, decoded, own = saver.turn(saves, number)
-                total[saves].append(spent)
-                decoding += [decoded] * (not saves)
-                inside += [own] * saves
-            if number >= 0:
-                paired.append((sum(total[True]) - sum(total[False])) / sum(decoding))
-                counted.append(sum(inside) / sum(decoding))
-        checkpoints = saver.checkpoints / (2 * (rounds + WARM_UP))
-        saver.close()
+            gc.collect()
+            gc.disable()
+            for lane in lanes:
+                lane.begin(*message_pair(number), f"{number:06d}")
+            going, order = [True, True], number % 2
+            while any(going):
+                for which in (order, 1 - order):
+                    going[which] = going[which] and lanes[which].go()
+                order = 1 - order
+            for lane in lanes:
+                lane.finish()
+            # The engines compute in this thread, so whatever others used was used for writing.
+            elsewhere, before = time.process_time() - time.thread_time(), elsewhere
+            others = elsewhere - before
+            gc.enable()
+            if number >= 0:  # others' from round to round, since rows of the index are written when several have come together
+                paired.append((saves.spent + others - plain.spent) / plain.decoded)
+                counted.append((sum(saves.inside) + others - sum(plain.inside)) / plain.decoded)
+        checkpoints = saves.server.states.cache.stats().checkpoints / (rounds + WARM_UP)
+        for lane in lanes:
+            lane.server.close()
     return {
         "share_of_decode": spread(paired) | {"interval": interval(paired)},
         "counted_of_decode": spread(counted) | {"interval": interval(counted)},
@@ -188,29 +222,10 @@ def interval(values: Sequence[float], draws: int = 4_000) -> tuple[float, float]
     return round(float(low), 5), round(float(high), 5)
 
 
-def _timed(target: object, names: Sequence[str]) -> list[float]:
-    """Processor seconds of each call of these methods from now on; none of them calls another."""
-    seconds: list[float] = []
-
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return method(*arguments, **named)
-            finally:
-                seconds.append(time.thread_time() - began)
-
-        return timed
-
-    for name in names:
-        setattr(target, name, wrap(getattr(target, name)))
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoints", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--only", choices=("finding", "saving"), default=None)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()

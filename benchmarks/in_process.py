@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class Server:
     """A server's inside. state_dir: where states are kept over restarts, None = in memory alone. Close it at the end.
 
     text, known: those of an earlier one when this is its restart; a server has its aliases in the sessions database.
+    index: over the saved states on disk, beside them, as servers have it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Server:
         state_dir: Path | None = None,
         before: Server | None = None,
         threads: int = 1,
+        index: bool = False,
     ) -> None:
         config = EngineConfig(
             model_dir=model_dir,
@@ -109,7 +111,8 @@ class Server:
         self.text = ModelText.load(text_dir, book=Aliases()) if before is None else before.text
         self.known = Known() if before is None else before.known
         namespace, layout = namespace_of(self.engine.info, self.engine.layout)
-        disk = None if state_dir is None else DiskSettings(state_dir, 1 << 30, reserve_bytes=0)
+        url = f"sqlite:///{state_dir}/index.db" if index else ""
+        disk = None if state_dir is None else DiskSettings(state_dir, 1 << 30, reserve_bytes=0, index_url=url)
         self.states = open_states(namespace, layout, 1 << 30, disk)
         self.bridge = StateBridge(self.engine, self.states.cache, self.states.want)
         self._frames: list[FromWorker] = []
@@ -120,25 +123,37 @@ class Server:
         self, items: Sequence[Item], output: Sequence[OutputItem], *, instructions: str, tools: tuple[FunctionTool, ...] = ()
     ) -> Played:
         """Play one turn in which the model says `output`. Raises AssertionError if it fails or the cache did."""
+        steps = self.steps(items, output, instructions=instructions, tools=tools)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    def steps(
+        self, items: Sequence[Item], output: Sequence[OutputItem], *, instructions: str, tools: tuple[FunctionTool, ...] = ()
+    ) -> Generator[None, None, Played]:
+        """The same, one engine step each time that it is asked to go on; the first time it only gets ready."""
         request = RenderRequest(instructions, tools, tuple(items), salt=SALT)
         rendered = self.text.render(request)
         generated = write(self.text, output)
         self.told.tell(len(rendered.ids), generated)
         self._frames.clear()
-        self.loop.start(
-            StartTurn(
-                turn_id=f"t{next(self._serial)}",
-                ids=rendered.ids.astype("<u4").tobytes(),
-                cuts=rendered.cuts,
-                markers=rendered.markers,
-                salt=SALT,
-                session="",
-                sampling=Sampling(max_tokens=len(generated), temperature=0.0),
-                accepted_at=time.monotonic(),
-            )
+        start = StartTurn(
+            turn_id=f"t{next(self._serial)}",
+            ids=rendered.ids.astype("<u4").tobytes(),
+            cuts=rendered.cuts,
+            markers=rendered.markers,
+            salt=SALT,
+            session="",
+            sampling=Sampling(max_tokens=len(generated), temperature=0.0),
+            accepted_at=time.monotonic(),
         )
+        yield
+        self.loop.start(start)
         while self.engine.has_work:
             self.loop.step()
+            yield
         matched = next(frame for frame in self._frames if isinstance(frame, Matched))
         end = self._frames[-1]
         assert isinstance(end, TurnFinished), end
