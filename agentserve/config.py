@@ -25,8 +25,11 @@ from agentserve.schema_errors import explain, unknown_field
 
 PREFIX = "AGENTSERVE_"
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Count = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0.0)]
+MOST = (1 << 63) - 1
+"""TOML has integers of any size, the worker's frames have not."""
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Size = Annotated[int, Meta(ge=0, le=MOST)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 
 
 class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,10 +79,10 @@ class LimitsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     buffer_bytes: Count = 8 << 20
     buffer_events: Count = 1024
     slow_s: Seconds = 30.0
-    connection_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    connection_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     turns_per_principal: Count = 512
-    turns_per_minute: Annotated[int, Meta(ge=0)] = 0
-    stored_bytes_per_principal: Annotated[int, Meta(ge=0)] = 0
+    turns_per_minute: Size = 0
+    stored_bytes_per_principal: Size = 0
 
 
 def _memory_share() -> int:
@@ -115,17 +118,17 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     aliases: tuple[str, ...] = ()
     dialect: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    vram_bytes: Annotated[int, Meta(ge=0)] = 0
-    threads: Annotated[int, Meta(ge=0)] = 0
-    ram_cache_bytes: Annotated[int, Meta(ge=0)] = msgspec.field(default_factory=_memory_share)
-    disk_cache_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
-    disk_reserve_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
-    disk_bytes_per_hour: Annotated[int, Meta(ge=0)] = 0
+    vram_bytes: Size = 0
+    threads: Size = 0
+    ram_cache_bytes: Size = msgspec.field(default_factory=_memory_share)
+    disk_cache_bytes: Size = 8 << 30
+    disk_reserve_bytes: Size = 2 << 30
+    disk_bytes_per_hour: Size = 0
     device_residency: bool = True
     checkpoints_url: str = ""
-    engine: dict[str, int | float | str | bool] = {}
+    engine: dict[str, Annotated[int, Meta(ge=-MOST, le=MOST)] | float | str | bool] = {}
     workers: Annotated[int, Meta(ge=0, le=64)] = 0
-    gpus: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    gpus: tuple[Size, ...] = ()
 
     @property
     def worker_count(self) -> int:

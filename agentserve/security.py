@@ -39,6 +39,8 @@ OWNER = "default"
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w-]+(?:\.[\w-]+)*)\.?)(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
 
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@]+/?", re.ASCII | re.IGNORECASE)
+
 
 def principal_named(name: str) -> Principal:
     """The same name has the same salt for ever, also after its token is changed."""
@@ -81,6 +83,8 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
         if not token:
             raise ConfigError(f"token file {path} is empty; delete it and a new token is made")
     for name, value in [(OWNER, token), *config.tokens.items()]:
+        if not value:
+            raise ConfigError(f"the token of '{name}' is empty, so that it lets nobody in; leave it out, or give it one")
         if not (value.isascii() and value.isprintable() and " " not in value):
             raise ConfigError(f"the token of '{name}' cannot stand in a header; accepted: printable ASCII without spaces")
     if len(set(config.tokens.values()) | {token}) != len(config.tokens) + 1:
@@ -88,10 +92,22 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
     return Tokens([(OWNER, token), *config.tokens.items()]), fresh
 
 
+def check_names(config: ServerConfig) -> None:
+    """Raises ConfigError for a Host or an Origin that no request could have, which would be refused without a word of why."""
+    for number, host in enumerate(config.allowed_hosts):
+        named = host.lower().strip("[]")
+        if named not in (_host_name(host), _host_name(f"[{named}]")):
+            raise ConfigError(f"server.allowed_hosts[{number}]: got '{host[:128]}'; accepted: a name or address without a port")
+    for number, origin in enumerate(config.allowed_origins):
+        if _ORIGIN.fullmatch(origin) is None:
+            what = "a whole origin without a path, such as http://localhost:3000"
+            raise ConfigError(f"server.allowed_origins[{number}]: got '{origin[:128]}'; accepted: {what}")
+
+
 class Guard:
     """ASGI wrapper. Puts the Principal into `scope["state"]["principal"]` or answers with a refusal before `app` sees anything.
 
-    refused: told one word per refusal (host, origin, token, upgrade), for metrics.
+    refused: told one word per refusal (host, origin, token, upgrade), for metrics. Raises ConfigError, see check_names.
     """
 
     def __init__(
@@ -105,6 +121,7 @@ class Guard:
         self._config = config
         self._tokens = tokens
         self._refused = refused
+        check_names(config)
         own = () if config.host in WILDCARDS else (config.host,)
         self._hosts = frozenset(h.lower().strip("[]") for h in (*config.allowed_hosts, *own))
         self._origins = frozenset(o.lower().rstrip("/") for o in config.allowed_origins)

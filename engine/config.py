@@ -6,9 +6,11 @@ Reads no environment and no files except /proc/meminfo (`Machine.here`); the siz
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from engine import budget
 from engine.errors import InvalidRequest
@@ -124,6 +126,10 @@ class EngineConfig:
     host_seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(EngineConfig).items():  # files hold texts where numbers belong
+            accepted = tuple(_accepted(kind))
+            if not any(_is(getattr(self, name), one) for one in accepted):
+                raise InvalidRequest(name, getattr(self, name), " or ".join(_named(one) for one in accepted))
         for name in ("page_size", "chunk_tokens", "restore_bytes", "max_rows"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, getattr(self, name), "an integer ≥ 1")
@@ -184,3 +190,25 @@ class EngineConfig:
             snapshot_rows=sizes.snapshot_rows,
             slots=known.slots if spec.slots is None else spec.slots,
         )
+
+
+def _accepted(kind: Any) -> Iterator[Any]:
+    """Types and single values that a field may have."""
+    if get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            yield from _accepted(one)
+    elif get_origin(kind) is Literal:
+        yield from get_args(kind)
+    else:
+        yield kind
+
+
+def _is(value: Any, accepted: Any) -> bool:
+    if not isinstance(accepted, type):
+        return type(value) is type(accepted) and value == accepted
+    return isinstance(value, accepted) and (accepted is bool or not isinstance(value, bool))
+
+
+def _named(accepted: Any) -> str:
+    words = {int: "an integer", bool: "true or false", NoneType: "nothing", Path: "a path"}
+    return words.get(accepted, f'"{accepted}"')

@@ -143,6 +143,20 @@ BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"server__host": "300.1.2.3"}, "server.host '300.1.2.3' has no address"),
     ({"server__host": "a" * 70}, "has no address"),
     ({"server__host": "203.0.113.7"}, "cannot listen on 203.0.113.7"),
+    ({"server__token": ""}, "token of 'default' is empty"),
+    ({"server__tokens": {"guest": ""}}, "token of 'guest' is empty"),
+    (
+        {"server__allowed_hosts": ["fine", "a.example:80"]},
+        r"server.allowed_hosts\[1\]: got 'a.example:80'; accepted: .*without a port",
+    ),
+    ({"server__allowed_hosts": ["http://a.example"]}, r"server.allowed_hosts\[0\]"),
+    ({"server__allowed_origins": ["localhost:3000"]}, r"server.allowed_origins\[0\]: got 'localhost:3000'; accepted: a whole"),
+    ({"server__allowed_origins": ["http://a.example/app"]}, r"server.allowed_origins\[0\]"),
+    ({"server__allowed_origins": ["*"]}, r"server.allowed_origins\[0\]"),
+    ({"turn__ttft_deadline_s": float("inf")}, "turn.ttft_deadline_s: .*, got inf"),
+    ({"turn__keepalive_s": 1e300}, "turn.keepalive_s: .*, got 1e"),
+    ({"model__ram_cache_bytes": 1 << 64}, "model.ram_cache_bytes: .*, got 18446744073709551616"),
+    ({"model__engine": {"memory_bytes": 1 << 64}}, "model.engine"),
 ]
 
 

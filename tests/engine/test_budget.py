@@ -98,6 +98,26 @@ def test_settings_out_of_range_are_refused_by_name(field):
         EngineConfig(**{field: 0})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("max_rows", "x", "an integer"),
+        ("max_rows", True, "an integer"),
+        ("chunk_tokens", 1.5, "an integer"),
+        ("max_context", "all", 'an integer or "auto"'),
+        ("backend", "gpu", '"cpu" or "exact" or "reference" or "cuda"'),
+        ("elastic", False, '"auto" or "manual" or "off"'),
+        ("verify_weights", "no", "true or false"),
+        ("pass_tokens", "many", "an integer or nothing"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_name(field, value, accepted):
+    """They come from files. A worker that breaks on one would be started again and again."""
+    with pytest.raises(InvalidRequest) as refusal:
+        EngineConfig(**{field: value})
+    assert str(refusal.value) == f"{field}: got {value!r}, accepted: {accepted}"
+
+
 def test_this_machine_has_cores_and_memory():
     here = Machine.here()
     assert here.cores >= 1
