@@ -10,8 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentserve.constraints.endless import endless_reference
 from agentserve.constraints.output import Schema
 from agentserve.constraints.reasons import stated
+from agentserve.constraints.references import resolve
 from agentserve.errors import InvalidValue, UnsupportedValue
 from agentserve.protocol.items import MAX_DEPTH, nesting
 
@@ -78,7 +80,11 @@ def enforceable(schema: Any, where: str, *, exact: bool) -> Schema:
     size = len(json.dumps(schema, ensure_ascii=False))
     if size > MAX_SCHEMA_BYTES:
         raise InvalidValue(f"a schema of {size} characters, at most {MAX_SCHEMA_BYTES} are accepted", where)
-    return _Cleaner(schema, exact).clean(schema, where)
+    clean = _Cleaner(schema, exact).clean(schema, where)
+    if endless := endless_reference(clean):
+        what = "no value has an end here: what is required leads back to itself; make a part of it optional"
+        raise UnsupportedValue(what, f"{where}{endless}")
+    return clean
 
 
 class _Cleaner:
@@ -163,20 +169,6 @@ class _Cleaner:
             value = found.get("$ref") if isinstance(found, dict) else None
         if value in seen:
             raise InvalidValue("refers to itself, without a schema in between", at)
-
-
-def resolve(root: Any, reference: str) -> Any:
-    """What a local reference (`#`, `#/$defs/x`) names. Raises LookupError."""
-    node = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and step.isascii() and step.isdigit() and len(step) <= 9:
-            node = node[int(step)]
-        elif isinstance(node, dict):
-            node = node[step]
-        else:
-            raise LookupError(reference)
-    return node
 
 
 def check(schema: Schema, where: str, refusal: Callable[[Schema], str]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from agentserve.constraints.lark import LarkWriter, between_slashes, choice, has_outer_bar, literal
 from agentserve.constraints.output import TEXT_GRAMMAR, Schema
-from agentserve.constraints.schemas import LISTS, MAPS, NESTED, resolve
+from agentserve.constraints.references import resolve
+from agentserve.constraints.schemas import LISTS, MAPS, NESTED
 from agentserve.dialects.schema import types_of
 from agentserve.errors import UnsupportedValue
 from agentserve.protocol.items import MAX_DEPTH

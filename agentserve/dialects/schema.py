@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentserve.constraints.schemas import resolve
+from agentserve.constraints.references import resolve
 from agentserve.protocol.items import CUSTOM_INPUT, MAX_DEPTH, FunctionTool, Tool
 
 Types = frozenset[str]

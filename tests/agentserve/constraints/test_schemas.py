@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agentserve.constraints.endless import MOST_VISITS, Search, endless_reference
 from agentserve.constraints.output import ANY_OBJECT
 from agentserve.constraints.rules import Rules
 from agentserve.constraints.schemas import MAX_SCHEMA_BYTES, enforceable
@@ -44,6 +45,18 @@ def rule_of(schema: Any, *, strict: bool | None = True) -> Any:
         ({"anyOf": [{"type": "null"}], "$ref": "#/anyOf/\u00b2"}, "$ref"),
         ({"anyOf": [{"type": "null"}], "$ref": "#/anyOf/" + "9" * 5000}, "$ref"),
         ({"$ref": "#"}, "$ref"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "properties.a.$ref"),
+        ({"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}]}}, "items.anyOf[0].$ref"),
+        (
+            {
+                "$defs": {
+                    "a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+                    "b": {"type": "array", "prefixItems": [{"$ref": "#/$defs/a"}], "minItems": 1},
+                },
+                "properties": {"x": {"type": ["string", "null"]}, "y": {"$ref": "#/$defs/a"}},
+            },
+            "$defs.a.properties.b.$ref",
+        ),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "$defs.a.$ref"),
     ],
 )
@@ -57,6 +70,37 @@ def test_output_that_need_not_be_exact_is_held_to_what_can_be_enforced() -> None
     schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}, "if": {}}
     assert rule_of(schema, strict=None) == {"type": "object", "properties": {"a": {"type": "string"}}}
     assert rule_of({"type": "string", "pattern": "("}, strict=False) == {}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "string"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "array", "minItems": 1, "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}},
+    ],
+)
+def test_a_schema_may_lead_back_to_itself_where_a_value_need_not(schema: Any) -> None:
+    assert rule_of({**schema, "additionalProperties": False} if schema["type"] == "object" else schema)
+
+
+def test_arguments_that_would_never_end_are_left_to_the_model_where_they_need_not_be_exact() -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    tool = FunctionTool(name="f", parameters=endless)
+    rule = Rules().rule(None, ToolChoice("required"), (tool,), one_call=False)
+    assert rule is not None
+    assert rule.schemas["f"] == ANY_OBJECT
+
+
+def test_a_schema_that_is_laborious_to_follow_does_not_hold_up_the_server() -> None:
+    """Each round over all of it finds one more reference that ends; without a bound these are 2,000 rounds."""
+    links = {f"d{i}": {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2000)}
+    visits = Search()
+    schema = {"$defs": links | {"d2000": {"type": "null"}}, "allOf": [{"$ref": f"#/$defs/d{i}"} for i in range(2000)]}
+    assert endless_reference(schema, visits) == ""
+    assert visits.visits <= MOST_VISITS + 2000
 
 
 def test_words_about_a_schema_are_not_part_of_it() -> None:
