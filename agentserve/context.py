@@ -66,11 +66,21 @@ async def resolve(request: TurnRequest, services: Services, local: LocalResponse
         return Context(request.session or session or request.begins, None, items, own, request.tools or ())
     chain = await _chain(request.principal.id, parent_id, services.store, local)
     if chain is None:
-        raise PreviousResponseNotFound(parent_id[:128])
+        raise PreviousResponseNotFound(parent_id[:128], _why_not(services, request.principal.id, parent_id))
     parent = chain[-1]
     whole = tuple(item for turn in chain for part in (turn.input, turn.output) for item in part) + own
     items, _ = going_on_from(whole, services.seal, request.principal.id)
     return Context(parent.session, parent, items, own, *_tools(request, parent))
+
+
+def _why_not(services: Services, principal: str, response_id: str) -> str:
+    """Why a response cannot be followed by another."""
+    turn = services.active.get(response_id)
+    if turn is not None and turn.request.principal.id == principal:
+        return "is still running; wait for its end, or cancel it."
+    if services.endings.get(principal, response_id) is not None:
+        return "failed, so that nothing follows it; name the response before it, and send the input again."
+    return "not found."
 
 
 def _tools(request: TurnRequest, before: StoredResponse | None) -> tuple[tuple[Tool, ...], bytes | None]:

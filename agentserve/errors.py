@@ -5,8 +5,8 @@ AgentserveError
 │   ├── InvalidValue                a known field holds something else than accepted
 │   │   ├── UnsupportedValue        valid in the standard, not done by this server
 │   │   └── ContextTooLong
-│   ├── UnknownEvent, MessageTooLarge
-│   ├── PreviousResponseNotFound, NotFound, ModelNotFound
+│   ├── UnknownEvent, MessageTooLarge, BodyTooSlow
+│   ├── PreviousResponseNotFound, NotFound, ModelNotFound, ResponseRunning
 │   ├── InvalidStreamId, StreamLimitReached, ConnectionLimitReached
 │   ├── InvalidApiKey, Forbidden, InsufficientQuota, UpgradeRequired
 │   ├── IdempotencyConflict, RateLimitExceeded
@@ -63,11 +63,16 @@ class MessageTooLarge(ApiError):
     code = "message_too_large"
 
 
+class BodyTooSlow(ApiError):
+    status = 408
+    code = "request_timeout"
+
+
 class PreviousResponseNotFound(ApiError):
     code = "previous_response_not_found"
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(f"Previous response with id '{response_id}' not found.", "previous_response_id")
+    def __init__(self, response_id: str, why: str = "not found.") -> None:
+        super().__init__(f"Previous response with id '{response_id}' {why}", "previous_response_id")
 
 
 class InvalidStreamId(ApiError):
@@ -105,6 +110,14 @@ class InsufficientQuota(ApiError):
 class NotFound(ApiError):
     status = 404
     code = "not_found"
+
+
+class ResponseRunning(ApiError):
+    status = 409
+    code = "response_running"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"Response with id '{response_id}' is still running; wait for its end, or cancel it.", "response_id")
 
 
 class ModelNotFound(ApiError):

@@ -1,4 +1,4 @@
-"""How long the head of a request may be, in bytes and in time.
+"""How long the head of a request may be, in bytes and in time; and answers without chunks for who knows none.
 
 uvicorn's faster parser keeps whatever comes before the empty line, from anybody, and waits for it for ever.
 """
@@ -12,6 +12,16 @@ MAX_HEAD_BYTES = 256 << 10
 HEAD_S = 20.0
 """From the connection, or the first byte of a further request, to the empty line."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class _UntilClosed(int):
+    """The length of a body that ends with its connection. Of HTTP/1.0, which has no chunks; the base class would send some."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilClosed:
+        return self
 
 
 def http_protocol() -> type[asyncio.Protocol] | str:
@@ -63,5 +73,8 @@ def http_protocol() -> type[asyncio.Protocol] | str:
         def on_headers_complete(self) -> None:
             self._head_came()
             super().on_headers_complete()
+            if self.cycle is not None and self.scope["http_version"] == "1.0":
+                self.cycle.chunked_encoding = False
+                self.cycle.expected_content_length = _UntilClosed()
 
     return BoundedHttp

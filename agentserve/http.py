@@ -15,12 +15,14 @@ from starlette.responses import Response
 from agentserve.audience import Nowhere, Sink
 from agentserve.errors import (
     ApiError,
+    BodyTooSlow,
     ContextTooLong,
     InvalidValue,
     MessageTooLarge,
     RateLimitExceeded,
     ServerError,
     TurnFailure,
+    UnsupportedValue,
 )
 from agentserve.interfaces import Principal
 from agentserve.large import read_beside
@@ -41,6 +43,8 @@ R = TypeVar("R")
 
 FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "invalid_prompt": 400, "deadline_exceeded": 408}
 """HTTP status of a failed turn that was not streamed; 500 for the rest."""
+BODY_S = 30.0
+"""Longest wait for the next piece of a body: a client that lost its network in the middle of one never ends it."""
 HUNG_UP = 499
 """Status of what nobody waits for any more."""
 
@@ -55,6 +59,8 @@ def error_response(error: ApiError, path: str = "") -> Response:
     headers = {}
     if isinstance(error, RateLimitExceeded):
         headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, BodyTooSlow):
+        headers["connection"] = "close"
     return Response(error_body_for(path, error), status_code=error.status, media_type="application/json", headers=headers)
 
 
@@ -92,15 +98,29 @@ def headers_of(request: Request) -> Mapping[str, str]:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises MessageTooLarge without reading past the limit."""
+    """The whole body. Raises MessageTooLarge without reading past the limit, BodyTooSlow, UnsupportedValue if it is packed."""
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.lower() != "identity":
+        raise UnsupportedValue(f"got '{packed[:64]}'; accepted: identity", "content-encoding")
+    said = request.headers.get("content-length")
+    if said is not None and int(said) > limit:  # before a client that asked (`Expect: 100-continue`) sends it
+        raise MessageTooLarge(f"a body of {said} bytes, at most {limit} are accepted")
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    pieces = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_S):
+                part = await anext(pieces, None)
+        except TimeoutError:
+            whole = "without an end" if said is None else f"of {said}"
+            raise BodyTooSlow(f"no more of the body for {BODY_S:g} s, after {size} bytes {whole}") from None
+        if part is None:
+            return b"".join(parts)
         size += len(part)
         if size > limit:
             raise MessageTooLarge(f"the body is over {limit} bytes")
         parts.append(part)
-    return b"".join(parts)
 
 
 async def read_object(request: Request, services: Services, kind: type[T]) -> T:
@@ -115,7 +135,7 @@ async def read_as(request: Request, services: Services, kind: type[T], make: Cal
     def read() -> R:
         whole = raw if raw.strip() else b"{}"
         if not whole.lstrip().startswith(b"{"):
-            raise InvalidValue("the body must be one JSON object")
+            raise InvalidValue(f"the body must be one JSON object in UTF-8; its first byte is 0x{whole.lstrip()[0]:02x}")
         check_members(whole)
         return make(decode(whole, kind))
 

@@ -75,6 +75,14 @@ class Endings:
             return None
         return found[1], whole_history(found[1], found[2])
 
+    def drop(self, principal: str, response_id: str) -> bool:
+        """Forget a response. False if it is unknown or another principal's."""
+        found = self._kept.get(response_id)
+        if found is None or found[0] != principal:
+            return False
+        self._kept.drop(response_id)
+        return True
+
 
 async def send(events: Sequence[Event], sink: Sink) -> None:
     """At the pace of the reader."""

@@ -24,7 +24,15 @@ from agentserve.compat.chat import create_completion
 from agentserve.compat.messages import count_message_tokens, create_message
 from agentserve.connection import Sockets
 from agentserve.conversations import ConversationsApi
-from agentserve.errors import ApiError, InvalidValue, MethodNotAllowed, NotFound, RateLimitExceeded, ServerError
+from agentserve.errors import (
+    ApiError,
+    InvalidValue,
+    MethodNotAllowed,
+    NotFound,
+    RateLimitExceeded,
+    ResponseRunning,
+    ServerError,
+)
 from agentserve.follow import follow, no_response
 from agentserve.heads import http_protocol
 from agentserve.http import (
@@ -42,7 +50,7 @@ from agentserve.metrics import CONTENT_TYPE
 from agentserve.pages import page, page_of, principal_of
 from agentserve.protocol.codec import error_body_for
 from agentserve.protocol.items import ID_PREFIX, InputItem
-from agentserve.security import App, Guard, Receive, Scope, Send, Tokens
+from agentserve.security import App, Guard, Receive, Scope, Send, Tokens, refuse
 from agentserve.served import Served
 from agentserve.services import Services
 from agentserve.sessions import SessionsApi
@@ -94,8 +102,11 @@ class Api:
         return await self._as_it_stands(request)
 
     async def delete(self, request: Request) -> Response:
-        response_id = request.path_params["id"]
-        if not await self.services.store.delete(principal_of(request).id, response_id):
+        principal, response_id = principal_of(request).id, request.path_params["id"]
+        if self._running(request) is not None:
+            raise ResponseRunning(response_id[:128])
+        forgotten = self.services.endings.drop(principal, response_id)
+        if not await self.services.store.delete(principal, response_id) and not forgotten:
             raise no_response(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -136,6 +147,8 @@ class Api:
         response_id = request.path_params["id"]
         stored = await self.services.store.get(principal_of(request).id, response_id)
         if stored is None:
+            if self._running(request) is not None:
+                raise ResponseRunning(response_id[:128])
             raise no_response(response_id)
         return stored
 
@@ -263,7 +276,15 @@ def create_app(services: Services, tokens: Tokens | None, lifespan: Lifespan | N
             Exception: _on_bug,
         },
     )
+    app.router.default = _nowhere
     return Guard(app, services.config.server, tokens, services.metrics.refused), api
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    """No route: by Starlette itself an upgrade would be refused with 403 and not a word, as if the token were wrong."""
+    if scope["type"] != "websocket":
+        raise HTTPException(status_code=404)
+    await refuse(scope, receive, send, NotFound(f"no WebSocket at {scope['path'][:128]}; accepted: /v1/responses"))
 
 
 def _on_api_error(request: Request, exc: Exception) -> Response:

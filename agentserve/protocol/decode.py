@@ -384,7 +384,8 @@ def _tool(raw: Raw, where: str) -> Tool | IgnoredTool:
 
 def _named(tool: FunctionTool | CustomTool, where: str) -> Tool:
     if not 1 <= len(tool.name) <= 128 or not tool.name.isprintable():
-        raise InvalidValue("a tool name has 1 to 128 printable characters", f"{where}.name")
+        odd = next((f" with U+{ord(c):04X}" for c in tool.name if not c.isprintable()), "")
+        raise InvalidValue(f"{len(tool.name)} characters{odd}; accepted: 1 to 128 printable ones", f"{where}.name")
     return tool
 
 

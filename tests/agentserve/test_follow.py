@@ -117,6 +117,42 @@ def test_a_failed_response_can_still_be_looked_at(server: FakeServer, client: ht
         assert other.get(f"/v1/responses/{response_id}?stream=true").status_code == 404
 
 
+def test_a_failed_response_is_forgotten_when_it_is_deleted(server: FakeServer, client: httpx.Client) -> None:
+    server.worker.scripts.append(failing("deadline_exceeded", "too late"))
+    path = "/v1/responses/" + check(sse_events(client.post("/v1/responses", json={"input": "x", "stream": True}).text))["id"]
+    with httpx.Client(base_url=server.url, headers={"x-api-key": OTHER_TOKEN}) as other:
+        assert other.delete(path).status_code == 404
+    assert client.get(path).status_code == 200
+    assert client.delete(path).json()["deleted"] is True
+    assert (
+        client.get(path).status_code == client.get(f"{path}?stream=true").status_code == client.delete(path).status_code == 404
+    )
+
+
+def test_what_cannot_be_done_with_a_response_yet_or_ever_is_told_by_its_state(server: FakeServer, client: httpx.Client) -> None:
+    """Its client sees it by its id, so that "not found" would be no help."""
+    go_on = held(server, 1)
+    running_id = client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    for refusal in (client.delete(f"/v1/responses/{running_id}"), client.get(f"/v1/responses/{running_id}/input_items")):
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (409, "response_running")
+    assert "is still running" in followed_up(client, running_id)
+    with httpx.Client(base_url=server.url, headers={"x-api-key": OTHER_TOKEN}) as other:
+        assert other.delete(f"/v1/responses/{running_id}").status_code == 404
+        assert "not found" in followed_up(other, running_id)
+    server.call(go_on.set)
+    wait_for(lambda: client.delete(f"/v1/responses/{running_id}").status_code == 200)
+    server.worker.scripts.append(failing("server_error", "why"))
+    failed = check(sse_events(client.post("/v1/responses", json={"input": "x", "stream": True}).text))
+    assert "failed" in followed_up(client, failed["id"])
+
+
+def followed_up(client: httpx.Client, response_id: str) -> str:
+    """Why a response cannot be the previous one."""
+    error = client.post("/v1/responses", json={"input": "y", "previous_response_id": response_id}).json()["error"]
+    assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+    return error["message"]
+
+
 def test_another_principal_cannot_follow_a_running_response(server: FakeServer, socket: ClientConnection) -> None:
     gate = held(server, 2)
     send(socket, input="x")
