@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alembic.util.exc import CommandError
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
@@ -162,7 +161,7 @@ async def open_store(store: SqlStore, config: Config) -> None:
     """Connect and bring the schema up to date. Raises ConfigError with the database's own reason."""
     try:
         await store.open()
-    except (SQLAlchemyError, CommandError, OSError) as error:
+    except (SQLAlchemyError, OSError) as error:
         await store.close()
         reason = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         where = make_url(config.store.url).render_as_string(hide_password=True)

@@ -8,10 +8,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from agentserve.session.tables import metadata as sessions
-from statecache.index.tables import metadata as segments
-
-METADATA = {"agentserve": sessions, "statecache": segments}
+from agentserve.session.database import SCHEMAS
 
 
 def _argument(name: str, default: str) -> str:
@@ -22,7 +19,7 @@ def _run(connection: Connection) -> None:
     branch = _argument("branch", "agentserve")
     context.configure(
         connection=connection,
-        target_metadata=METADATA.get(branch),
+        target_metadata=SCHEMAS.get(branch),
         version_table=f"alembic_{branch}",
         render_as_batch=connection.dialect.name == "sqlite",
     )

@@ -8,20 +8,42 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import (
+    URL,
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    text,
+)
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
+
+import statecache.index.tables
+from agentserve.session import tables
 
 log = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 10_000
 """How long a SQLite writer waits for another one."""
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
+SCHEMAS = {"agentserve": tables.metadata, "statecache": statecache.index.tables.metadata}
 _MIGRATION_LOCK = 0x61676E74
 """PostgreSQL advisory lock: two servers that start together migrate one after the other."""
 
 
 class DatabaseFileGone(SQLAlchemyError):
     """The SQLite file that is open was deleted or replaced: what is written to it would be gone at the next start."""
+
+
+class UnknownSchema(SQLAlchemyError):
+    """The database is at a revision that is not among the migrations here: a newer version made it."""
 
 
 def connect(url: str | URL, password_file: str = "") -> Engine:
@@ -103,23 +125,60 @@ def advice(error: Exception, engine: Engine) -> str:
 def upgrade(url: str | URL | Engine, branch: str = "agentserve", revision: str = "head") -> str:
     """Bring one branch's schema to a revision; returns the revision reached. Does nothing if it is there already.
 
-    Raises sqlalchemy.exc.SQLAlchemyError if the database cannot be reached.
+    A database without any of it gets the newest schema at once: alembic takes longer to import than all else that is done
+    here. Raises UnknownSchema, or another SQLAlchemyError if the database cannot be reached.
     """
-    from alembic import command
-    from alembic.runtime.migration import MigrationContext
-
     engine = url if isinstance(url, Engine) else connect(url)
     try:
         with engine.execution_options(writes=True).begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
-            config = alembic_config(branch, connection)
-            command.upgrade(config, f"{branch}@{revision}" if revision == "head" else revision)
-            context = MigrationContext.configure(connection, opts={"version_table": f"alembic_{branch}"})
-            return context.get_current_revision() or "base"
+            head = newest(branch)
+            if revision == "head" and (_revision(connection, branch) or _begin(connection, branch)) == head:
+                return head
+            return _migrate(connection, branch, revision)
     finally:
         if not isinstance(url, Engine):
             engine.dispose()
+
+
+def newest(branch: str) -> str:
+    """The last revision of a branch, by the names of its files, which begin with it."""
+    return max(file.name for file in (MIGRATIONS / branch).glob("?[0-9][0-9][0-9][0-9]_*.py")).partition("_")[0]
+
+
+def _revision(connection: Connection, branch: str) -> str | None:
+    """Where a database is; None: nowhere, or it cannot be told."""
+    if not inspect(connection).has_table(f"alembic_{branch}"):
+        return None
+    found = connection.execute(text(f"SELECT version_num FROM alembic_{branch}")).scalars().all()
+    return found[0] if len(found) == 1 else None
+
+
+def _begin(connection: Connection, branch: str) -> str | None:
+    """Make the newest schema where there is nothing of it; returns its revision, None if there is something."""
+    schema = SCHEMAS[branch]
+    if {*schema.tables, f"alembic_{branch}"} & {*inspect(connection).get_table_names()}:
+        return None
+    schema.create_all(connection, checkfirst=False)
+    key = PrimaryKeyConstraint("version_num", name=f"alembic_{branch}_pkc")
+    version = Table(f"alembic_{branch}", MetaData(), Column("version_num", String(32), nullable=False), key)
+    version.create(connection, checkfirst=False)
+    connection.execute(version.insert(), {"version_num": newest(branch)})
+    return newest(branch)
+
+
+def _migrate(connection: Connection, branch: str, revision: str) -> str:
+    from alembic import command
+    from alembic.runtime.migration import MigrationContext
+    from alembic.util.exc import CommandError
+
+    try:
+        command.upgrade(alembic_config(branch, connection), f"{branch}@{revision}" if revision == "head" else revision)
+    except CommandError as error:
+        raise UnknownSchema(str(error)) from error
+    context = MigrationContext.configure(connection, opts={"version_table": f"alembic_{branch}"})
+    return context.get_current_revision() or "base"
 
 
 def alembic_config(branch: str, connection: Connection) -> Any:

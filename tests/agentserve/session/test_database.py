@@ -2,36 +2,84 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import MetaData, Table, func, inspect, select, text
+from sqlalchemy import Engine, MetaData, Table, func, inspect, select, text
+from sqlalchemy.exc import SQLAlchemyError
 
-from agentserve.session.database import alembic_config, connect, upgrade
+from agentserve.session.database import SCHEMAS, alembic_config, connect, newest, upgrade
 from agentserve.session.rows import _item_rows
-from agentserve.session.tables import items, metadata
+from agentserve.session.tables import items
 from tests.agentserve.session.test_store import opened, response, sent_again
 from tests.agentserve.text.play import user
 
 
-def revisions() -> list[str]:
+def revisions(branch: str = "agentserve") -> list[str]:
     engine = connect("sqlite://")
     with engine.connect() as connection:
-        script = ScriptDirectory.from_config(alembic_config("agentserve", connection))
-        found = [r.revision for r in script.walk_revisions("base", "agentserve@head")]
+        script = ScriptDirectory.from_config(alembic_config(branch, connection))
+        found = [r.revision for r in script.walk_revisions("base", f"{branch}@head")]
     engine.dispose()
     return found[::-1]
 
 
-def test_migrations_make_the_stated_schema(database_url: str):
+def described(engine: Engine) -> dict[str, object]:
+    """All that a database says of its tables."""
+    found: dict[str, object] = {}
+    seen = inspect(engine)
+    for name in seen.get_table_names():
+        columns = {one["name"]: (str(one["type"]), one["nullable"], one["default"]) for one in seen.get_columns(name)}
+        keys = seen.get_foreign_keys(name)
+        foreign = sorted((*one["constrained_columns"], one["referred_table"], str(one["options"])) for one in keys)
+        indexes = sorted((str(one["name"]), tuple(one["column_names"]), bool(one["unique"])) for one in seen.get_indexes(name))
+        found[name] = columns, seen.get_pk_constraint(name)["constrained_columns"], foreign, indexes
+    return found
+
+
+@pytest.mark.parametrize("branch", SCHEMAS)
+def test_a_new_database_is_the_same_as_one_that_all_migrations_made(database_url: str, branch: str) -> None:
+    begun = connect(database_url)
+    assert upgrade(begun, branch) == newest(branch) == revisions(branch)[-1]
+    with begun.connect() as connection:
+        assert connection.execute(text(f"SELECT version_num FROM alembic_{branch}")).scalars().all() == [newest(branch)]
+    new = described(begun)
+    with begun.execution_options(writes=True).begin() as connection:
+        SCHEMAS[branch].drop_all(connection)
+        connection.execute(text(f"DROP TABLE alembic_{branch}"))
+    upgrade(begun, branch, revisions(branch)[0])
+    assert upgrade(begun, branch) == newest(branch)
+    assert described(begun) == new
+    with begun.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": f"alembic_{branch}", "compare_type": True})
+        assert compare_metadata(context, SCHEMAS[branch]) == []
+    begun.dispose()
+
+
+def test_a_database_that_is_new_or_up_to_date_needs_no_alembic(tmp_path: Path) -> None:
+    program = (
+        "import sys; from agentserve.session.database import upgrade; url = sys.argv[1]; print(upgrade(url), upgrade(url)); "
+        "sys.exit('alembic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, f"sqlite:///{tmp_path}/s.db"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, [newest("agentserve")] * 2), done.stderr
+
+
+@pytest.mark.parametrize("left", ["items", "alembic_agentserve"])
+def test_a_database_with_a_part_of_the_schema_is_not_begun_anew(database_url: str, left: str) -> None:
     engine = connect(database_url)
-    assert upgrade(engine) == revisions()[-1]
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": "alembic_agentserve", "compare_type": True})
-        assert compare_metadata(context, metadata) == []
+    with engine.execution_options(writes=True).begin() as connection:
+        connection.execute(text(f"CREATE TABLE {left} (version_num VARCHAR(32) PRIMARY KEY)"))
+        if left.startswith("alembic"):
+            connection.execute(text(f"INSERT INTO {left} VALUES ('a9999')"))
+    with pytest.raises(SQLAlchemyError, match="a9999" if left.startswith("alembic") else "items"):
+        upgrade(engine)
     engine.dispose()
 
 
