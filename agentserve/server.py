@@ -141,7 +141,12 @@ class Api:
 
     async def input_items(self, request: Request) -> Response:
         stored = await self._stored(request)
-        return page_of(request, [_with_id(item, stored.id, i) for i, item in enumerate(stored.input)], lambda item: item.id)
+        taken: set[str | None] = {None, ""}
+        items: list[InputItem] = []
+        for i, item in enumerate(stored.input):
+            items.append(_with_id(item, stored.id, i) if item.id in taken else item)
+            taken.add(item.id)
+        return page_of(request, items, lambda item: item.id)
 
     async def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["id"]
@@ -362,8 +367,6 @@ def _starting_after(request: Request) -> int:
 
 
 def _with_id(item: InputItem, response_id: str, index: int) -> InputItem:
-    """Items that the client sent without an id get one that stays the same."""
-    if item.id is not None:
-        return item
+    """Items without an id of their own, which pages need, get one that stays the same."""
     prefix = ID_PREFIX[str(item.__struct_config__.tag)]
     return msgspec.structs.replace(item, id=f"{prefix}_{response_id.removeprefix('resp_')}_{index}")

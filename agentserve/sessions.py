@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentserve.errors import NotFound
+from agentserve.errors import InvalidValue, NotFound
 from agentserve.events import new_id
 from agentserve.http import json_response, read_object
 from agentserve.interfaces import SessionRow, StoredResponse
@@ -53,6 +53,8 @@ class SessionsApi:
             if len(unstored) <= limit and await self._stored(request, row.id) is None:
                 unstored.append(row)
         after = None if place is not None else after
+        if after is not None and await self._stored(request, after) is None:
+            raise InvalidValue("no session of this id in the list", "after")
         stored = await self.services.store.sessions(principal, limit + 1, after)
         rows = [*unstored, *stored]
         return page(rows[:limit], more=len(rows) > limit, id_of=lambda row: row.id)

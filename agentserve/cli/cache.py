@@ -158,7 +158,7 @@ def verify(
 @app.command("gc")
 def collect(
     name: Name = None,
-    unused_days: Annotated[float | None, typer.Option(help="Also remove models not started for so many days.")] = None,
+    unused_days: Annotated[float | None, typer.Option(min=0, help="Also remove models not started for so many days.")] = None,
     config: options.ConfigFile = None,
     state_dir: options.StateDir = None,
 ) -> None:

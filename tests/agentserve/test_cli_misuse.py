@@ -49,6 +49,7 @@ WRONG = [
     ("demo --keep /dev/null/x", "cannot use /dev/null/x: Not a directory"),
     ("migrate --database-url mysql://u@h/d", "sqlite and postgresql are"),
     ("migrate --database-url nonsense", "Could not parse"),
+    ("cache gc --unused-days -1", "greater than or equal to 0"),
     ("migrate --state-dir /dev/null/x", "/dev/null/x: Not a directory"),
     ("serve --port 99999", "server.port: Expected `int` <= 65535, got 99999"),
     ("serve --model /nowhere", "/nowhere"),

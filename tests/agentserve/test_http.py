@@ -73,6 +73,26 @@ def test_a_stored_response_can_be_read_listed_and_deleted(client: httpx.Client) 
     assert client.get(path).status_code == client.delete(path).status_code == 404
 
 
+def test_input_items_that_share_an_id_are_all_listed_by_pages(client: httpx.Client) -> None:
+    """By their own ids a page behind the first would be the same one for ever."""
+    items = [{"id": one, "role": "user", "content": f"{i}"} for i, one in enumerate(["msg_a", "msg_a", "", "msg_a"])]
+    path = f"/v1/responses/{client.post('/v1/responses', json={'input': items}).json()['id']}/input_items?order=asc&limit=1"
+    seen, after = [], ""
+    for _ in items:
+        page = client.get(path + after).json()
+        seen.append(page["data"][0]["content"][0]["text"])
+        after = f"&after={page['last_id']}"
+    assert (seen, page["has_more"]) == (["0", "1", "2", "3"], False)
+
+
+def test_sessions_behind_an_unknown_one_are_refused_as_items_are(client: httpx.Client) -> None:
+    client.post("/v1/responses", json={"input": "x"})
+    last = client.get("/v1/sessions").json()["last_id"]
+    assert client.get(f"/v1/sessions?after={last}").json()["data"] == []
+    unknown = client.get("/v1/sessions?after=ses_0")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "after")
+
+
 def test_store_false_is_not_kept(server: FakeServer, client: httpx.Client) -> None:
     made = client.post("/v1/responses", json={"input": "x", "store": False}).json()
     assert made["store"] is False
