@@ -32,7 +32,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 break
     if not bound:
         why = refusal.strerror if refusal is not None else "it has no address"
-        raise ConfigError(f"cannot listen on {host} port {port}: {why}")
+        what_to_do = "; choose another: --port" if refusal is not None and refusal.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}{what_to_do}")
     return bound
 
 

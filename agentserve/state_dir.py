@@ -46,7 +46,8 @@ class StateDir:
         except OSError as error:
             raise ConfigError(f"the state directory {path} cannot be used: {LOCK}: {error.strerror}") from error
         if descriptor is None:
-            raise ConfigError(f"the state directory {path} is used by {_holder(path)}; stop it, or choose another: --state-dir")
+            other = "stop it, or choose another: --state-dir, --port"
+            raise ConfigError(f"the state directory {path} is used by {_holder(path)}; {other}")
         try:
             lines = os.pread(descriptor, 4096, 0).decode(errors="replace").splitlines()
             held = cls(path, lines[0] if lines and lines[0] else secrets.token_hex(16), descriptor)

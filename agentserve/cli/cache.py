@@ -84,7 +84,7 @@ def quota(
     try:
         answer = target.post("/v1/cache/quota", body) if body else target.get("/v1/cache")
     except Unreachable as error:
-        options.fail(f"{error}\n{error.hint}".rstrip())
+        options.fail(error.advice)
     _show_tiers(answer["tiers"])
     if body:
         kept = answer["at_restart"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentserve.cli.tools import Toolbox
 
 HELP = "/new starts over, /quit leaves (so does Ctrl-D); Ctrl-C stops an answer."
+NO_TOOLS = "It has no tools here; with --tools DIR it may read files there, and calculate."
 MOST_CALLS = 8
 """Tool rounds of one user turn, so that a model which repeats itself ends."""
 SHOWN_LINES = 8
@@ -70,9 +71,11 @@ def chat(
             if once is not None:
                 raise typer.Exit(0 if talk.say(once) else 1)
             console.print(f"[bold]{model}[/] at {target.url}. {HELP}", style="dim")
+            if toolbox is None:
+                console.print(NO_TOOLS, style="dim")
             _converse(console, talk)
     except Unreachable as error:
-        options.fail(f"{error}\n{error.hint}".rstrip())
+        options.fail(error.advice)
 
 
 def find_target(config: Path | None, state_dir: Path | None, url: str | None, token: str | None) -> Target:

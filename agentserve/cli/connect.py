@@ -32,6 +32,11 @@ class Unreachable(Exception):
         super().__init__(message)
         self.hint = hint
 
+    @property
+    def advice(self) -> str:
+        """The text, and on a line of its own what to do."""
+        return f"{self}\n{self.hint}".rstrip()
+
 
 START_ONE = "Is it running? Start one with: agentserve serve"
 FIND_TOKEN = (

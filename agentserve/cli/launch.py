@@ -47,7 +47,7 @@ def launch(
     try:
         model = target.get("/v1/models")["data"][0]
     except Unreachable as error:
-        options.fail(f"{error}\n{error.hint}".rstrip())
+        options.fail(error.advice)
     kept = _token_file(config, state_dir, target)
     place = Place(target.url, model["id"], int(model.get("context_length") or 0) or 32_768, kept)
     wanted = CLIENTS[client](place, Path.home(), os.environ)

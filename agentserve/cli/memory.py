@@ -36,7 +36,7 @@ def memory(
         if slots is not None:
             answer = target.post("/v1/memory/experts", {"slots": slots} | ({} if model is None else {"model": model}))
     except Unreachable as error:
-        options.fail(f"{error} {error.hint}".strip())
+        options.fail(error.advice)
     for worker in answer["workers"]:
         for line in lines(worker):
             typer.echo(line)

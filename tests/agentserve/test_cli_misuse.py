@@ -42,6 +42,7 @@ WRONG = [
     ("cache quota --url http://127.0.0.1:no", "--url 'http://127.0.0.1:no': Port could not be cast"),
     ("chat --url http://127.0.0.1:9 --once x", "no server at http://127.0.0.1:9: Connection refused"),
     ("chat --url http://127.0.0.1:9 --once x", "Start one with: agentserve serve"),
+    ("memory --url http://127.0.0.1:9", "no server at http://127.0.0.1:9: Connection refused\nIs it running?"),
     ("chat --url STRANGER --once x", "STRANGER does not answer as a server does"),
     ("chat --url STRANGER --token bad --once x", "answered 401: got an unknown token\nThe token is printed"),
     ("chat --tools /nowhere --once x", "'/nowhere' does not exist"),

@@ -185,7 +185,7 @@ def test_databases_lie_in_the_state_directory_whatever_its_name(tmp_path: Path, 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: Address already in use"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: Address already in use; choose another: --port"):
             start(tmp_path, server__port=port)
     assert not (tmp_path / "sessions.db").exists()
 

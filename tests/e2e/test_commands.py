@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agentserve.cli.chat import NO_TOOLS
 from agentserve.cli.private_server import PrivateServer
 
 
@@ -61,6 +62,7 @@ def test_chat_answers_once_with_a_tool_and_tells_what_it_reused(server: PrivateS
 def test_chat_keeps_a_session_until_told_to_start_over(server: PrivateServer) -> None:
     common = ("--url", server.target.url, "--token", str(server.target.token))
     shown = agentserve("chat", *common, said="hello there\nthank you\n/new\nhello there\n/help\n/quit\n")
+    assert shown.stdout.count(NO_TOOLS) == 1
     assert shown.returncode == 0, shown.stderr
     assert "new session" in shown.stdout
     reused = [int(n) for n in re.findall(r"reused (\d+)/", shown.stdout)]
