@@ -48,9 +48,9 @@ $(VENV)/bin/python:
 # The stamp depends on what decides the environment; Python files need no reinstall.
 $(STAMP): $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@echo "[2/4] PyTorch ($(TORCH))"
-	@$(BIN)/python -m pip install -q --progress-bar on $(PIP_ARGS) "$(TORCH)"
-	@echo "[3/4] dependencies and the C++ library"
-	@$(BIN)/python -m pip install -q --progress-bar on $(PIP_ARGS) -e '.[dev,bench]'
+	@$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	@echo "[3/4] dependencies, and the C++ library, which is compiled here (minutes)"
+	@$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev,bench]'
 	@echo "[4/4] check"
 	@$(BIN)/agentserve doctor --installation --brief
 	@touch $(STAMP)
