@@ -241,6 +241,7 @@ def _report(console: Console, agent: Agent, before: list[dict[str, Any]], after:
     reused = sum(row.figures.reused_tokens for row in agent.rows)
     share = reused / prompt if prompt else 0.0
     console.print(f"{agent.calls} tool calls executed; {reused} of {prompt} prompt tokens reused ({share:.0%}).")
+    console.print("The kinds of checkpoints are in docs/glossary.md, why a context parted in docs/protocol.md.", style="dim")
 
 
 def responses_table(rows: Sequence[Row]) -> Table:

@@ -36,6 +36,7 @@ def test_the_demo_runs_two_tools_over_a_restart_and_an_edit() -> None:
     assert "calculate(" in text
     assert "server killed" in text
     assert "context edited" in text
+    assert "docs/glossary.md" in text
     assert re.search(r"[2-9]\d* tool calls executed; [1-9]\d* of \d+ prompt tokens reused", text)
     responses = text[text.index("restored from") :]
     turns = {line.split()[0]: line for line in responses.splitlines() if re.match(r" +\d+ +\d+ +\d+ +\d+ ", line)}
