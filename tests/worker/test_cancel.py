@@ -230,6 +230,7 @@ def test_a_cancel_at_any_moment_ends_the_turn_within_a_step_and_spoils_nothing(b
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_thousands_of_cancels_in_every_state() -> None:
     states: Counter[str] = Counter()
     count = sum(episode(1000 + seed, states) for seed in range(1200))
