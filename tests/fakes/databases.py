@@ -67,7 +67,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGINT)  # SIGTERM would wait for clients to leave, pools among them
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
             if self.process.poll() is None:
