@@ -2,7 +2,7 @@
 #
 #   make setup       virtual environment in .venv, dependencies, the C++ library
 #   make demo        a real agent session with tool calls on the embedded model, CPU only
-#   make test        the test suite that takes ten minutes and a half on two cores
+#   make test        the test suite that takes under ten minutes on two cores
 #   make test-full   also what needs longer: client programs, kill matrices, sweeps
 #   make soak        fuzz and load for SOAK_MINUTES (default 30)
 #   make check       ruff, pyright, import contracts
