@@ -57,12 +57,14 @@ def test_claude_code_runs_and_goes_on(claude_program: str, tmp_path: Path) -> No
         second = ask(claude_program, server, home, "-c", "-p", "What is 2 + 3?")
         assert [run["is_error"] for run in (first, second)] == [False, False]
         assert second["result"]
-        asked = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"]
-        assert second["usage"]["cache_read_input_tokens"] >= asked, "the template drops the thinking behind it, no more"
-        assert second["usage"]["input_tokens"] < 100
         (session,) = server.target.get("/v1/sessions")["data"]
         assert session["turns"] >= 2
         assert len(session["lineage"]) >= 2
+        # The model may have called the tool first. Then thinking stands in front of the call, and of all that comes after it.
+        begun = server.target.get(f"/v1/responses/{session['lineage'][0]}")["usage"]["input_tokens"]
+        assert second["usage"]["cache_read_input_tokens"] >= begun, "the template drops the thinking behind it, no more"
+        if len(session["lineage"]) == 2:
+            assert second["usage"]["input_tokens"] < 100
         items = server.target.get(f"/v1/responses/{session['last_response']}/input_items?order=asc&limit=100")["data"]
         said = [i for i in items if i["type"] == "message" and i["role"] == "user"]
         assert said[-1]["content"][0]["text"] == "What is 2 + 3?"
