@@ -48,12 +48,12 @@ class SessionsApi:
         principal, limit, after = principal_of(request).id, limit_of(request), request.query_params.get("after")
         known = self.services.unstored.rows(principal)
         place = next((i for i, row in enumerate(known) if row.id == after), None)
-        unstored: list[SessionRow] = []
-        for row in known if after is None else [] if place is None else known[place + 1 :]:
-            if len(unstored) <= limit and await self._stored(request, row.id) is None:
-                unstored.append(row)
+        here = known if after is None else [] if place is None else known[place + 1 :]
         after = None if place is not None else after
-        if after is not None and await self._stored(request, after) is None:
+        asked = [row.id for row in here] + ([] if after is None else [after])
+        kept = await self.services.store.kept_sessions(principal, asked) if asked else frozenset()
+        unstored = [row for row in here if row.id not in kept]
+        if after is not None and after not in kept:
             raise InvalidValue("no session of this id in the list", "after")
         stored = await self.services.store.sessions(principal, limit + 1, after)
         rows = [*unstored, *stored]

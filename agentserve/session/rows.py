@@ -350,6 +350,12 @@ def session_rows(
     )
 
 
+def kept_sessions(connection: Connection, principal: str, ids: Sequence[str]) -> frozenset[str]:
+    """Which of these sessions a principal has here. Without their responses, of which one may have thousands."""
+    query = select(sessions.c.id).where(sessions.c.principal == principal, sessions.c.id.in_(ids))
+    return frozenset(connection.execute(query).scalars())
+
+
 def _lineage(parents: dict[str, str | None], last: str | None) -> tuple[str, ...]:
     line: list[str] = []
     at = last

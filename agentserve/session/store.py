@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -255,6 +255,11 @@ class SqlStore:
         if after is not None and not _possible(after):
             return ()
         return await self._read(lambda c: rows.session_rows(c, principal, limit=limit, after=after))
+
+    async def kept_sessions(self, principal: str, ids: Sequence[str]) -> frozenset[str]:
+        """Which of these are stored."""
+        possible = [an_id for an_id in ids if _possible(an_id)]
+        return await self._read(lambda c: rows.kept_sessions(c, principal, possible))
 
     async def session(self, principal: str, session_id: str) -> SessionRow | None:
         if not _possible(session_id):

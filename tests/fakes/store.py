@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.protocol.responses import ResponseBody
 
@@ -72,6 +74,9 @@ class FakeStore:
     async def in_background(self, principal: str, response_id: str) -> ResponseBody | None:
         owner, body = self.background.get(response_id, ("", None))
         return body if owner == principal else None
+
+    async def kept_sessions(self, principal: str, ids: Sequence[str]) -> frozenset[str]:
+        return frozenset([an_id for an_id in ids if await self.session(principal, an_id) is not None])
 
     async def sessions(self, principal: str, limit: int, after: str | None) -> tuple[SessionRow, ...]:
         names = list(dict.fromkeys(r.session for r in self.rows.values() if r.principal == principal))

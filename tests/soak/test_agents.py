@@ -20,7 +20,7 @@ from tests.soak.at_rest import flat, gave_back, rows_are_whole, settle
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "0.1"))
 SETTINGS = ("model.ram_cache_bytes=4194304", "model.disk_cache_bytes=8388608", "model.disk_reserve_bytes=0")
-"""Full within a few minutes, so that a long run is one of memory and disk that evict: what grows then is no cache that fills."""
+"""Full within a few minutes, so that a long run is one of tiers that evict: what grows then is no cache that fills."""
 
 
 def pages_in_use(counters: dict[str, float]) -> float:

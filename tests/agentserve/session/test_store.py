@@ -205,6 +205,9 @@ async def test_sessions_are_listed_last_used_first(database_url: str):
         assert (type(page[0].created_at), page[0].created_at) == (int, int(made[0].created_at))
         assert (page[0].turns, page[0].context_tokens, page[0].reused_tokens) == (2, 8, 14)
         rest = await store.sessions("alice", 10, page[-1].id)
+        named = [row.id for row in (*page, *rest)]
+        assert await store.kept_sessions("alice", [*named, "ses_unknown", "a\0b"]) == set(named)
+        assert not await store.kept_sessions("mallory", named)
         assert [row.id for row in rest] == ["ses_3", "ses_2", "ses_1"]
         assert await store.delete_session("alice", "ses_0") is True
         assert await store.get("alice", second.id) is None
