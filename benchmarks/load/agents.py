@@ -195,6 +195,8 @@ class Session:
                 self._chain.append((response["id"], usage["total_tokens"]))
             elif response.get("error"):
                 asked.ends = response["error"]["code"]
+        elif kind == "error" and event["error"].get("param") == "response_id":
+            pass  # of a cancel that came after the end of the turn before this one
         elif kind == "error":
             asked.ends = event["error"]["code"]
             self._chain.clear()

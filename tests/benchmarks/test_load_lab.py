@@ -119,7 +119,7 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
 
     async def run() -> list[Asked]:
         crowd = Crowd(server.port, seed=3, behaviour=behaviour, most_context=6000, lone_s=lambda suffix, behind: 10.0)
-        return await crowd.open(6, [Turn(0, 0, 80, 12), Turn(0, 0, 600, 5)], per_second=30.0, seconds=2.0)
+        return await crowd.open(6, [Turn(0, 0, 80, 40), Turn(0, 0, 600, 5)], per_second=30.0, seconds=2.0)
 
     async def afterwards() -> list[Asked]:
         quiet = Crowd(server.port, seed=4, behaviour=Behaviour(), most_context=6000, lone_s=lambda suffix, behind: 10.0)
@@ -137,6 +137,18 @@ def test_agents_that_cancel_vanish_and_come_back_get_answers_and_leave_nothing(s
     for name in ("turns", "pins", "cache_errors", "release_errors"):
         assert counters[f'agentserve_worker_counter{{name="{name}",worker="demo/0"}}'] == 0, name
     assert counters["agentserve_active_responses"] == counters["agentserve_open_sockets"] == 0
+
+
+async def test_a_cancel_that_comes_too_late_is_no_end_of_the_next_turn(server: LabServer) -> None:
+    crowd = Crowd(server.port, seed=5, behaviour=Behaviour(), most_context=6000)
+    await crowd.alone([80], 1, 4)
+    (session,) = crowd.sessions
+    before = await session.ask(80, 4)
+    session._socket.send(json.dumps({"type": "response.cancel", "response_id": before.response_id}))
+    after = await session.ask(80, 4)
+    session.close()
+    assert (before.ends, after.ends) == ("incomplete", "incomplete")
+    assert after.cached > before.cached, "it went on from the turn that was cancelled too late"
 
 
 def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_in_the_middle(server: LabServer) -> None:
