@@ -28,6 +28,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 import statecache.index.tables
 from agentserve.session import tables
+from statecache.index.connect import prepare_sqlite
 
 log = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 10_000
@@ -72,11 +73,8 @@ def connect(url: str | URL, password_file: str = "") -> Engine:
 
 
 def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry, path: Path) -> None:
-    connection.isolation_level = None  # the driver must not begin transactions by itself
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_TIMEOUT_MS}"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    prepare_sqlite(connection, "FULL", BUSY_TIMEOUT_MS)
+    connection.execute("PRAGMA foreign_keys=ON")
     record.info["file"] = _file(path)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 
@@ -27,7 +28,7 @@ def connect(url: str) -> Engine:
     if target.database:
         Path(target.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(target, connect_args={"check_same_thread": False}, hide_parameters=True)
-    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "connect", lambda connection, _: prepare_sqlite(connection, "NORMAL", BUSY_TIMEOUT_MS))
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -37,12 +38,27 @@ def file_of(engine: Engine) -> Path | None:
     return Path(engine.url.database) if engine.dialect.name == "sqlite" and engine.url.database else None
 
 
-def _prepare(connection: Any, _: Any) -> None:
+def prepare_sqlite(connection: sqlite3.Connection, synchronous: str, busy_timeout_ms: int) -> None:
+    """Set up a new connection: transactions begun by us alone, WAL mode, waiting for locks.
+
+    Raises sqlite3.OperationalError if the file was locked, or is no database.
+    """
     connection.isolation_level = None  # the driver must not begin transactions by itself
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    connection.execute(f"PRAGMA busy_timeout={busy_timeout_ms}")
+    _switch_to_wal(connection, time.monotonic() + busy_timeout_ms / 1000)
+    connection.execute(f"PRAGMA synchronous={synchronous}")
+
+
+def _switch_to_wal(connection: sqlite3.Connection, deadline: float) -> None:
+    """SQLite does not wait for the lock of this one: two that begin a new file together would each wait for the other's."""
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
 
 
 def _begin(connection: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import inspect, text
+from sqlalchemy import Engine, inspect, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from agentserve.session.database import alembic_config, upgrade
@@ -331,6 +332,22 @@ def test_two_workers_that_start_together_migrate_once(database_url):
 
     with ThreadPoolExecutor(3) as threads:
         assert set(threads.map(start, range(3))) == {revisions()[-1]}
+
+
+def test_databases_begun_by_several_at_the_same_moment_are_begun_by_all(tmp_path):
+    """SQLite waits for no lock when it switches to WAL: without our own waiting one of eight such moments fails."""
+    gate = Barrier(4)
+
+    def begin(engine: Engine) -> None:
+        gate.wait()
+        with engine.execution_options(writes=True).begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS t (x)")
+        engine.dispose()
+
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(60):
+            url = f"sqlite:///{tmp_path}/{number}.db"
+            list(threads.map(begin, [connect(url) for _ in range(4)]))
 
 
 def test_rows_are_told_to_the_database_a_few_seconds_at_a_time_and_pins_at_once(tmp_path):
