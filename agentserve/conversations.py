@@ -16,7 +16,7 @@ from starlette.routing import Route
 from agentserve.errors import InvalidValue, NotFound
 from agentserve.http import json_response, read_as, read_object
 from agentserve.interfaces import Conversation
-from agentserve.pages import page, page_of, principal_of
+from agentserve.pages import limit_of, order_of, page, principal_of
 from agentserve.protocol.decode import decode_input
 from agentserve.protocol.items import InputItem
 from agentserve.protocol.responses import check_metadata
@@ -89,7 +89,12 @@ class ConversationsApi:
     # ── items ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def list_items(self, request: Request) -> Response:
-        return page_of(request, await self._all(request), lambda item: item.id)
+        limit, ascending, after = limit_of(request), order_of(request) == "asc", request.query_params.get("after")
+        principal, conversations = principal_of(request).id, self.services.store.conversations
+        items = await conversations.page(principal, _id(request), limit=limit + 1, after=after, ascending=ascending)
+        if items is None:
+            raise _unknown(request)
+        return page(items[:limit], more=len(items) > limit, id_of=lambda item: item.id)
 
     async def add_items(self, request: Request) -> Response:
         items = await read_as(request, self.services, _Items, lambda body: self._items(request, body.items))
@@ -101,8 +106,9 @@ class ConversationsApi:
         return page(added, more=False, id_of=lambda item: item.id)
 
     async def get_item(self, request: Request) -> Response:
-        wanted = request.path_params["item_id"]
-        item = next((item for item in await self._all(request) if item.id == wanted), None)
+        await self._find(request)
+        item_id = request.path_params["item_id"]
+        item = await self.services.store.conversations.item(principal_of(request).id, _id(request), item_id)
         if item is None:
             raise _unknown_item(request)
         return json_response(item)
@@ -138,12 +144,6 @@ class ConversationsApi:
         if found is None:
             raise _unknown(request)
         return found
-
-    async def _all(self, request: Request) -> tuple[InputItem, ...]:
-        items = await self.services.store.conversations.items(principal_of(request).id, _id(request))
-        if items is None:
-            raise _unknown(request)
-        return items
 
 
 def _id(request: Request) -> str:

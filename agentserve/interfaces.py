@@ -203,8 +203,17 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     in_conversation: InConversation | None = None
 
 
+LINEAGE = 1024
+LISTED_LINEAGE = 16
+"""Responses of a session that are named: all of thousands of turns for each session of a page would be megabytes."""
+
+
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `/v1/sessions`. Times are Unix seconds. stored: False if its turns are known until the server ends only."""
+    """One line of `/v1/sessions`. Times are Unix seconds. stored: False if its turns are known until the server ends only.
+
+    lineage: the last response and those before it, oldest first, of one session at most LINEAGE, of each of a list at most
+    LISTED_LINEAGE; lineage_has_more: there are older ones.
+    """
 
     id: str
     created_at: int
@@ -214,6 +223,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     reused_tokens: int = 0
     lineage: tuple[str, ...] = ()
+    lineage_has_more: bool = False
     stored: bool = True
 
 
@@ -229,6 +239,14 @@ class Conversations(Protocol):
     async def delete(self, principal: str, conversation_id: str) -> bool: ...
 
     async def items(self, principal: str, conversation_id: str) -> tuple[InputItem, ...] | None: ...
+
+    async def page(
+        self, principal: str, conversation_id: str, *, limit: int, after: str | None, ascending: bool
+    ) -> tuple[InputItem, ...] | None:
+        """At most `limit` items behind the one of id `after`, in one order or the other. InvalidValue if there is none such."""
+        ...
+
+    async def item(self, principal: str, conversation_id: str, item_id: str) -> InputItem | None: ...
 
     async def add(
         self, principal: str, conversation_id: str, items: Sequence[InputItem], most: int

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from agentserve.errors import InvalidValue, NotFound
 from agentserve.events import new_id
 from agentserve.http import json_response, read_object
-from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.interfaces import LISTED_LINEAGE, SessionRow, StoredResponse
 from agentserve.pages import limit_of, page, principal_of
 from agentserve.protocol.responses import ResponseBody, encode_body
 from agentserve.services import Services
@@ -46,17 +46,18 @@ class SessionsApi:
     async def list(self, request: Request) -> Response:
         """Those of which nothing is stored first, then the stored ones."""
         principal, limit, after = principal_of(request).id, limit_of(request), request.query_params.get("after")
-        known = self.services.unstored.rows(principal)
-        place = next((i for i, row in enumerate(known) if row.id == after), None)
+        known = self.services.unstored.names(principal)
+        place = next((i for i, name in enumerate(known) if name == after), None)
         here = known if after is None else [] if place is None else known[place + 1 :]
         after = None if place is not None else after
-        asked = [row.id for row in here] + ([] if after is None else [after])
+        asked = here + ([] if after is None else [after])
         kept = await self.services.store.kept_sessions(principal, asked) if asked else frozenset()
-        unstored = [row for row in here if row.id not in kept]
         if after is not None and after not in kept:
             raise InvalidValue("no session of this id in the list", "after")
         stored = await self.services.store.sessions(principal, limit + 1, after)
-        rows = [*unstored, *stored]
+        names = [name for name in here if name not in kept][: limit + 1]
+        shown = (self.services.unstored.row(principal, name, LISTED_LINEAGE) for name in names)
+        rows = [*(row for row in shown if row is not None), *stored]
         return page(rows[:limit], more=len(rows) > limit, id_of=lambda row: row.id)
 
     async def get(self, request: Request) -> Response:

@@ -240,11 +240,12 @@ class StateCache:
 
     # ── lists, pins ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def checkpoints(self, session: str | None = None) -> list[CheckpointInfo]:
-        """What a session placed or used (None: everything), by rising position."""
+    def checkpoints(self, session: str | None = None, deepest: int | None = None) -> list[CheckpointInfo]:
+        """What a session placed or used (None: everything), by rising position. deepest: only so many, the last of them."""
         with self._lock:
             ids = list(self._kept.records) if session is None else list(self._kept.sessions.get(session, ()))
             records = sorted((self._kept.records[i] for i in ids), key=lambda r: (r.position, r.id))
+            records = records if deepest is None else records[-deepest:]
             return [self._kept.describe(record) for record in records]
 
     def sessions(self) -> dict[str, int]:

@@ -20,6 +20,8 @@ from agentserve.protocol.items import ID_PREFIX, InputItem, decode_items, encode
 from agentserve.session.tables import conversation_items, conversations
 
 T = TypeVar("T")
+ASKED = 1000
+"""Ids in one query; SQLite takes 32,766 parameters, PostgreSQL 65,535."""
 
 _raw = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -78,6 +80,32 @@ class SqlConversations:
 
         def read(connection: Connection) -> tuple[InputItem, ...] | None:
             return None if _find(connection, principal, conversation_id) is None else _items(connection, conversation_id)
+
+        return await self._read(read)
+
+    async def page(
+        self, principal: str, conversation_id: str, *, limit: int, after: str | None, ascending: bool
+    ) -> tuple[InputItem, ...] | None:
+        def read(connection: Connection) -> tuple[InputItem, ...] | None:
+            if _find(connection, principal, conversation_id) is None:
+                return None
+            column = conversation_items.c.position
+            query = select(conversation_items.c.body).where(conversation_items.c.conversation == conversation_id)
+            if after is not None:
+                at = _position(connection, conversation_id, after)
+                if at is None:
+                    raise InvalidValue("no item of this id in the list", "after")
+                query = query.where(column > at if ascending else column < at)
+            return _decoded(connection, query.order_by(column if ascending else column.desc()).limit(limit))
+
+        return await self._read(read)
+
+    async def item(self, principal: str, conversation_id: str, item_id: str) -> InputItem | None:
+        def read(connection: Connection) -> InputItem | None:
+            if "\0" in item_id or _find(connection, principal, conversation_id) is None:
+                return None
+            at = and_(conversation_items.c.conversation == conversation_id, conversation_items.c.id == item_id)
+            return next(iter(_decoded(connection, select(conversation_items.c.body).where(at))), None)
 
         return await self._read(read)
 
@@ -159,7 +187,30 @@ def _items(connection: Connection, conversation_id: str) -> tuple[InputItem, ...
         .where(conversation_items.c.conversation == conversation_id)
         .order_by(conversation_items.c.position)
     )
+    return _decoded(connection, query)
+
+
+def _decoded(connection: Connection, query: Any) -> tuple[InputItem, ...]:
     return decode_items(b"[" + b",".join(connection.execute(query).scalars()) + b"]")
+
+
+def _position(connection: Connection, conversation_id: str, item_id: str) -> int | None:
+    if "\0" in item_id:
+        return None
+    at = and_(conversation_items.c.conversation == conversation_id, conversation_items.c.id == item_id)
+    return connection.execute(select(conversation_items.c.position).where(at)).scalar()
+
+
+def _taken(connection: Connection, conversation_id: str, items: Sequence[InputItem]) -> set[str]:
+    """Which of the items' ids the conversation has already."""
+    asked = [item.id for item in items if item.id and "\0" not in item.id]
+    found: set[str] = set()
+    for first in range(0, len(asked), ASKED):
+        query = select(conversation_items.c.id).where(
+            conversation_items.c.conversation == conversation_id, conversation_items.c.id.in_(asked[first : first + ASKED])
+        )
+        found.update(connection.execute(query).scalars())
+    return found
 
 
 def _add(
@@ -167,8 +218,9 @@ def _add(
 ) -> tuple[InputItem, ...]:
     """Append items; each gets an id if it has none. rename: one whose id is taken gets another, else it is an InvalidValue."""
     here = conversation_items.c.conversation == conversation_id
-    taken = set(connection.execute(select(conversation_items.c.id).where(here)).scalars())
-    last = connection.execute(select(func.max(conversation_items.c.position)).where(here)).scalar()
+    taken = _taken(connection, conversation_id, items)
+    column = conversation_items.c.position
+    last = connection.execute(select(column).where(here).order_by(column.desc()).limit(1)).scalar()
     named: list[InputItem] = []
     for i, item in enumerate(items):
         name = item.id

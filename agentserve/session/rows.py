@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, and_, delete, func, literal, or_, select, update
+from sqlalchemy import Connection, Row, and_, delete, func, literal, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.interfaces import StoredResponse
 from agentserve.protocol.items import InputItem, decode_items, encode_items
 from agentserve.session import shared_items
 from agentserve.session.tables import conversation_items, conversations, idempotency, items, responses, sessions
@@ -315,54 +315,6 @@ def by_key(connection: Connection, principal: str, key: str) -> str | None:
     """Id of the response that was made under an idempotency key."""
     mine = and_(idempotency.c.principal == principal, idempotency.c.key == _key_digest(key))
     return connection.execute(select(idempotency.c.response).where(mine)).scalar()
-
-
-def session_rows(
-    connection: Connection, principal: str, *, only: str | None = None, limit: int = 1, after: str | None = None
-) -> tuple[SessionRow, ...]:
-    """Sessions of a principal, last used first. only: this one. after: those behind this one in that order."""
-    query = select(sessions).where(sessions.c.principal == principal)
-    if only is not None:
-        query = query.where(sessions.c.id == only)
-    if after is not None:
-        at = select(sessions.c.updated_at).where(sessions.c.id == after, sessions.c.principal == principal).scalar_subquery()
-        query = query.where(or_(sessions.c.updated_at < at, and_(sessions.c.updated_at == at, sessions.c.id < after)))
-    rows = connection.execute(query.order_by(sessions.c.updated_at.desc(), sessions.c.id.desc()).limit(limit)).all()
-    parents: dict[str, dict[str, str | None]] = {row.id: {} for row in rows}
-    if rows:
-        links = select(responses.c.session, responses.c.id, responses.c.parent, responses.c.follows).where(
-            responses.c.session.in_(parents)
-        )
-        for link in connection.execute(links):
-            parents[link.session][link.id] = link.parent or link.follows
-    return tuple(
-        SessionRow(
-            id=row.id,
-            created_at=int(row.created_at),
-            updated_at=int(row.updated_at),
-            turns=row.turns,
-            last_response=row.last_response,
-            context_tokens=row.context_tokens,
-            reused_tokens=row.reused_tokens,
-            lineage=_lineage(parents[row.id], row.last_response),
-        )
-        for row in rows
-    )
-
-
-def kept_sessions(connection: Connection, principal: str, ids: Sequence[str]) -> frozenset[str]:
-    """Which of these sessions a principal has here. Without their responses, of which one may have thousands."""
-    query = select(sessions.c.id).where(sessions.c.principal == principal, sessions.c.id.in_(ids))
-    return frozenset(connection.execute(query).scalars())
-
-
-def _lineage(parents: dict[str, str | None], last: str | None) -> tuple[str, ...]:
-    line: list[str] = []
-    at = last
-    while at is not None and at in parents:
-        line.append(at)
-        at = parents[at]
-    return tuple(reversed(line))
 
 
 def stored_bytes(connection: Connection, principal: str) -> int:

@@ -23,7 +23,7 @@ from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
 from agentserve.protocol.responses import ResponseBody
-from agentserve.session import background, rows, shared_items
+from agentserve.session import background, listing, rows, shared_items
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
 from agentserve.session.database import DatabaseFileGone, advice, connect, tell_if_new, upgrade
@@ -254,17 +254,17 @@ class SqlStore:
         """Last used first. after: id of the last session of the page before."""
         if after is not None and not _possible(after):
             return ()
-        return await self._read(lambda c: rows.session_rows(c, principal, limit=limit, after=after))
+        return await self._read(lambda c: listing.session_rows(c, principal, limit=limit, after=after))
 
     async def kept_sessions(self, principal: str, ids: Sequence[str]) -> frozenset[str]:
         """Which of these are stored."""
         possible = [an_id for an_id in ids if _possible(an_id)]
-        return await self._read(lambda c: rows.kept_sessions(c, principal, possible))
+        return await self._read(lambda c: listing.kept_sessions(c, principal, possible))
 
     async def session(self, principal: str, session_id: str) -> SessionRow | None:
         if not _possible(session_id):
             return None
-        found = await self._read(lambda c: rows.session_rows(c, principal, only=session_id))
+        found = await self._read(lambda c: listing.session_rows(c, principal, only=session_id))
         return found[0] if found else None
 
     async def delete_session(self, principal: str, session_id: str) -> bool:

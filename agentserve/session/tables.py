@@ -47,7 +47,7 @@ responses = Table(
     "responses",
     metadata,
     Column("id", String(128), primary_key=True),
-    Column("session", ForeignKey("sessions.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("session", ForeignKey("sessions.id", ondelete="CASCADE"), nullable=False),
     Column("principal", String(256), nullable=False),
     # No foreign key: a parent may be deleted, and its children must then be known to be incomplete.
     Column("parent", String(128), index=True),
@@ -71,7 +71,9 @@ responses = Table(
     # Whose input this one's begins with, and how many of its items: see shared_items.py.
     Column("input_base", String(128), index=True),
     Column("input_kept", Integer, nullable=False, server_default="0"),
-    Index(None, "principal"),
+    # Those of a session with the most items come first; and a principal's bytes are added up without reading a row.
+    Index(None, "session", "context_items", "completed_at"),
+    Index(None, "principal", "bytes"),
 )
 
 items = Table(

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.interfaces import LINEAGE, SessionRow, StoredResponse
 from agentserve.session.kept import Kept
 from agentserve.session.lineage import predecessor
 
@@ -73,13 +73,14 @@ class Unstored:
         contexts = ((name, self._contexts.get(name)) for _, name in nearest)
         return predecessor(turn.prompt_ids, turn.own_tokens, ((name, ids) for name, ids in contexts if ids is not None))
 
-    def rows(self, principal: str) -> list[SessionRow]:
-        """Newest first."""
-        return [_row(name, session) for (owner, name), session in reversed(self._sessions.items()) if owner == principal]
+    def names(self, principal: str) -> list[str]:
+        """Ids of sessions, newest first."""
+        return [name for owner, name in reversed(self._sessions) if owner == principal]
 
-    def row(self, principal: str, session_id: str) -> SessionRow | None:
+    def row(self, principal: str, session_id: str, lineage: int = LINEAGE) -> SessionRow | None:
+        """lineage: how many responses are named at most."""
         found = self._sessions.get((principal, session_id))
-        return None if found is None else _row(session_id, found)
+        return None if found is None else _row(session_id, found, lineage)
 
     def forget(self, principal: str, session_id: str) -> bool:
         gone = self._sessions.pop((principal, session_id), None)
@@ -88,12 +89,12 @@ class Unstored:
         return gone is not None
 
 
-def _row(name: str, session: _Session) -> SessionRow:
+def _row(name: str, session: _Session, most: int) -> SessionRow:
     last = next(reversed(session.known))
-    line: list[str] = []
+    line: dict[str, None] = {}
     at: str | None = last
-    while at is not None and at in session.known and at not in line:
-        line.append(at)
+    while at is not None and at in session.known and at not in line and len(line) < most:
+        line[at] = None
         at = session.known[at].before
     return SessionRow(
         id=name,
@@ -104,5 +105,6 @@ def _row(name: str, session: _Session) -> SessionRow:
         context_tokens=session.context_tokens,
         reused_tokens=session.reused_tokens,
         lineage=tuple(reversed(line)),
+        lineage_has_more=at is not None and at not in line,
         stored=False,
     )

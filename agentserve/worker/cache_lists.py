@@ -5,6 +5,9 @@ from __future__ import annotations
 from agentserve.worker.messages import CheckpointRow, TierRow
 from statecache.store import StateCache
 
+LISTED = 1024
+"""Checkpoints of a session that a list has: the deepest, which its next turn can go on from."""
+
 
 def checkpoint_rows(cache: StateCache, session: str) -> tuple[CheckpointRow, ...]:
     return tuple(
@@ -19,17 +22,14 @@ def checkpoint_rows(cache: StateCache, session: str) -> tuple[CheckpointRow, ...
             tiers=info.tiers,
             pinned=info.pinned,
         )
-        for info in cache.checkpoints(session)
+        for info in cache.checkpoints(session, LISTED)
     )
 
 
 def pin(cache: StateCache, session: str, checkpoint: str, pinned: bool) -> bool:
     """See StateBridge.pin."""
-    ids = [info.id for info in cache.checkpoints(session)]
-    if checkpoint:
-        chosen = [checkpoint] if checkpoint in ids else []
-    else:
-        chosen = ids[-1:] if pinned else ids
+    ids = [info.id for info in cache.checkpoints(session, 1 if pinned and not checkpoint else None)]
+    chosen = [name for name in ids if name == checkpoint] if checkpoint else ids
     for checkpoint_id in chosen:
         change = cache.pin if pinned else cache.unpin
         change(checkpoint_id, session)

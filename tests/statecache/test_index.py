@@ -129,6 +129,7 @@ def test_lists_and_pins_come_back_after_a_restart(tmp_path, database_url):
     listed = [(i.position, i.pinned) for i in second.cache.checkpoints("a")]
     assert listed == [(100, True), (700, False)]
     assert [i.position for i in second.cache.checkpoints("b")] == [200, 700]
+    assert [i.position for i in second.cache.checkpoints("b", 1)] == [700]
     assert not second.cache.evict(ids[0])
     assert second.cache.unpin(ids[0], "a")
     second.cache.forget("b")

@@ -17,7 +17,7 @@ from sqlalchemy import func, select
 
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
-from agentserve.interfaces import StoredResponse
+from agentserve.interfaces import LISTED_LINEAGE, StoredResponse
 from agentserve.protocol.responses import ErrorDetail, ResponseBody
 from agentserve.session import background, rows, tables
 from agentserve.session import store as store_module
@@ -553,3 +553,31 @@ async def test_another_session_shares_no_items(database_url: str):
         await store.commit(other)
         assert await store.delete_session("alice", first.session)
         assert await store.get("alice", other.id) == other
+
+
+async def test_a_list_names_the_last_of_a_lineage_and_says_that_there_are_more(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    line = [response()]
+    for _ in range(LISTED_LINEAGE + 1):
+        line.append(child(line[-1]))
+    names = tuple(r.id for r in line)
+    async with opened(database_url) as store:
+        for r in line[:LISTED_LINEAGE]:
+            await store.commit(r)
+        (whole,) = await store.sessions("alice", 10, None)
+        assert (whole.lineage, whole.lineage_has_more) == (names[:LISTED_LINEAGE], False)
+        for r in line[LISTED_LINEAGE:]:
+            await store.commit(r)
+        (listed,) = await store.sessions("alice", 10, None)
+        assert (listed.lineage, listed.lineage_has_more) == (names[-LISTED_LINEAGE:], True)
+        one = await store.session("alice", "ses_1")
+        assert one is not None
+        assert (one.lineage, one.lineage_has_more) == (names, False)
+        monkeypatch.setattr("agentserve.session.listing.LINEAGE", len(names) - 1)
+        bounded = await store.session("alice", "ses_1")
+        assert bounded is not None
+        assert (bounded.lineage, bounded.lineage_has_more) == (names[1:], True)
+        await store.delete("alice", names[-2])
+        (cut,) = await store.sessions("alice", 10, None)
+        assert (cut.lineage, cut.lineage_has_more) == (names[-1:], False), "what was deleted ends the line"
