@@ -55,7 +55,7 @@ def folders(root: Path) -> list[Folder]:
         files = segment_files(described.path)
         names = [path.name[:2] for path in files]
         size = sum(map(_size, files))
-        bad = len(list((described.path / "quarantine").glob(f"*{SUFFIX}")))
+        bad = sum(name.endswith(SUFFIX) for name in _names(described.path / "quarantine"))
         found.append(Folder(described, names.count(b"s".hex()), names.count(b"x".hex()), size, bad))
     return found
 
@@ -71,7 +71,8 @@ def choose(root: Path, name: str) -> About:
 
 
 def segment_files(path: Path) -> list[Path]:
-    return sorted(path.glob(f"??/*{SUFFIX}"))
+    folders = [path / name for name in _names(path) if len(name) == 2]
+    return sorted(folder / name for folder in folders for name in _names(folder) if name.endswith(SUFFIX))
 
 
 def segment_bytes(path: Path) -> int:
@@ -304,6 +305,14 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> 
         shutil.copyfileobj(source, out, _CHUNK)
         out.flush()
         os.fsync(out.fileno())
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies there; nothing where it is no folder, or was deleted meanwhile, which glob would not survive."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _size(path: Path) -> int:

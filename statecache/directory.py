@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -24,7 +25,7 @@ from statecache.types import Layout
 log = logging.getLogger(__name__)
 ABOUT = "about.json"
 IMPORTING = ".import-"
-"""How names of directories begin that an import unpacks into; it claims them too."""
+"""How names of directories begin that an import unpacks into, or that are being deleted; both are claimed too."""
 CLAIM_WAIT_S = 20.0
 """A worker that was told to end may still be writing its last checkpoints when the next one starts."""
 
@@ -55,21 +56,42 @@ class Claim:
 def claim(path: Path, *, wait_s: float = CLAIM_WAIT_S, waiting: Callable[[], None] = lambda: None) -> Claim:
     """Make the directory if absent and lock it. waiting() is called while another process has it. Raises TierFailed."""
     until = time.monotonic() + wait_s
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TierFailed(f"{path}: {error.strerror}") from error
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return Claim(path, descriptor)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                os.close(descriptor)
-                raise TierFailed(f"{path} is used by another process: a server that runs, or another `cache` command") from None
+            held = _claimed(path)
+        except OSError as error:
+            raise TierFailed(f"{path}: {error.strerror}") from error
+        if held is not None:
+            return held
+        if time.monotonic() >= until:
+            raise TierFailed(f"{path} is used by another process: a server that runs, or another `cache` command")
         waiting()
         time.sleep(0.1)
+
+
+def _claimed(path: Path) -> Claim | None:
+    """None if another process has it. Raises OSError."""
+    tries = 100
+    while True:
+        tries -= 1
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = Claim(path, os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except (FileNotFoundError, FileExistsError):  # deleted between two of these steps, or never to be made
+            if not tries:
+                raise
+            continue
+        try:
+            fcntl.flock(held.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if held.holds():
+                return held
+        except BlockingIOError:
+            held.release()
+            return None
+        except BaseException:
+            held.release()
+            raise
+        held.release()  # deleted since the lock was opened: what was locked lies nowhere
 
 
 @dataclass(frozen=True)
@@ -144,13 +166,15 @@ def remove(path: Path) -> bool:
         held = claim(path, wait_s=0.0)
     except TierFailed:
         return False
+    with contextlib.suppress(OSError):  # at once: who makes it anew meanwhile must not lose what it writes there
+        path = path.rename(path.with_name(IMPORTING + secrets.token_hex(8)))
     shutil.rmtree(path, ignore_errors=True)
     held.release()
     return True
 
 
 def remove_abandoned(root: Path) -> int:
-    """Delete what imports that were killed have left; bytes freed."""
+    """Delete what imports and deletions that were killed have left; bytes freed."""
     freed = 0
     for path in root.glob(IMPORTING + "*"):
         size = size_of(path)
