@@ -5,6 +5,7 @@ Blocking and small. Events are the JSON objects of the wire, as any client sees 
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -70,10 +71,10 @@ class Target:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise _refused(self.url, error.code, error.read()) from None
+            raise _refused(self.url, error.code, _rest(error)) from None
         except urllib.error.URLError as error:
             raise Unreachable(f"no server at {self.url}: {_reason(error.reason)}", START_ONE) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise Unreachable(f"{self.url} does not answer as a server does: {error}") from None
 
     def readiness(self) -> dict[str, Any]:
@@ -83,10 +84,10 @@ class Target:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             try:
-                return json.loads(error.read())
+                return json.loads(_rest(error))
             except ValueError:
                 return {"status": "unreachable", "reason": f"answered {error.code}"}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             return {"status": "unreachable", "reason": str(error)}
 
 
@@ -153,6 +154,14 @@ class AgentSocket:
     def cancel(self) -> None:
         """Ask for the end of the running response; its terminal event still comes."""
         self._socket.send(json.dumps({"type": "response.cancel"}))
+
+
+def _rest(error: urllib.error.HTTPError) -> bytes:
+    """The body of a refusal; nothing where the server ended before it came."""
+    try:
+        return error.read()
+    except (OSError, http.client.HTTPException):
+        return b""
 
 
 def _refused(url: str, status: int, body: bytes) -> Unreachable:

@@ -6,11 +6,13 @@ The process is a real `agentserve serve`. It is stopped at the end of the `with`
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +30,8 @@ class PrivateServer:
     def __init__(self, state_dir: Path, *, flags: Sequence[str] = (), token: str = TOKEN) -> None:
         self.state_dir = state_dir
         self.log = state_dir / "server.log"
-        self.port = free_port()
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self.target = Target(f"http://127.0.0.1:{self.port}", token)
         self._flags = list(flags)
         self._token = token
@@ -75,7 +78,7 @@ class PrivateServer:
         self._process.wait()
         self._process = None
 
-    def stop(self, wait_s: float = 20.0) -> int | None:
+    def stop(self, wait_s: float = 60.0) -> int | None:
         """SIGTERM, then SIGKILL if it takes longer than `wait_s`. Returns its exit status, None if it was not running."""
         process, self._process = self._process, None
         if process is None:
@@ -104,8 +107,16 @@ def private_server(state_dir: Path, *, flags: Sequence[str] = (), token: str = T
         server.stop()
 
 
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+class ReservedPort:
+    """A loopback port that the system gives to nobody, as long as this lives: bound here, and listened on by nobody.
+
+    A server that is told its number can take it, again and again: both allow it (SO_REUSEADDR). A port that was only seen to be
+    free may be another's until a server has started.
+    """
+
+    def __init__(self) -> None:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        self.number: int = bound.getsockname()[1]
+        weakref.finalize(self, os.close, bound.detach())

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentserve.cli.connect import Target
-from agentserve.cli.private_server import free_port
+from agentserve.cli.private_server import ReservedPort
 from benchmarks.common import report
 from benchmarks.load.goals import Goal, judge
 from benchmarks.load.server import counters
@@ -59,7 +59,8 @@ class CrashServer:
         self.orders = folder / "orders"
         self.orders.mkdir(parents=True)
         self.state = folder / "state"
-        self.port = free_port()
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self.target = Target(f"http://127.0.0.1:{self.port}", None)
         self.log = folder / "server.log"
         config = folder / "settings.toml"

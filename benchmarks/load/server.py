@@ -23,7 +23,7 @@ from typing import IO, Any
 from agentserve import logs
 from agentserve.app import compose
 from agentserve.cli.connect import Target
-from agentserve.cli.private_server import free_port
+from agentserve.cli.private_server import ReservedPort
 from agentserve.config import load
 from agentserve.worker.settings import WorkerSettings
 from agentserve.worker.supervisor import STUCK_S, Process, spawn_worker
@@ -130,7 +130,8 @@ def lab_server(
 
     log: gets what both processes write to standard error; ours does without it.
     """
-    port = free_port()
+    reserved = ReservedPort()
+    port = reserved.number
     command = [sys.executable, "-m", "benchmarks.load.server", "--port", str(port), "--state-dir", str(state_dir)]
     process = subprocess.Popen([*command, "--engine", engine, *settings], stderr=log)
     server = LabServer(process, port)
@@ -146,7 +147,7 @@ def lab_server(
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentserve.cli.connect import AgentSocket
-from agentserve.cli.private_server import PrivateServer, free_port
+from agentserve.cli.private_server import PrivateServer
 from tests.e2e.conftest import FLAGS
 from tests.e2e.test_restart import cached
 from tests.e2e.test_survival import body, last, wait_until
@@ -21,7 +21,7 @@ WORDS = "the lamp in the old house by the river is green " * 20
 
 def serve(state: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """A server that is expected to end by itself."""
-    command = [sys.executable, "-m", "agentserve.cli.main", "serve", "--port", str(free_port()), "--state-dir", str(state)]
+    command = [sys.executable, "-m", "agentserve.cli.main", "serve", "--port", "0", "--state-dir", str(state)]
     return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
 
 
