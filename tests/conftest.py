@@ -71,6 +71,16 @@ def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patient_clients() -> None:
+    """httpx gives up after 5 s where a test says nothing else; a busy machine may stop for longer within an answer."""
+    if importlib.util.find_spec("httpx") is None:
+        return
+    from httpx._config import DEFAULT_TIMEOUT_CONFIG as limits
+
+    limits.connect = limits.read = limits.write = limits.pool = 60.0
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     """A command that is run in this process sets up logging for it; the next test must not find that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,24 @@ def test_a_skip_for_want_of_time_fails_nothing_nor_does_any_where_some_may_be_sk
     late = run("test_one", "test_third", TESTS_NO_SKIP="1", TESTS_SECONDS="0")
     assert (late.returncode, "2 skipped" in late.stdout) == (0, True)
     assert run("test_one").returncode == 0
+
+
+WAITS = re.compile(
+    r"\b(?:timeout(?:_s)?|start_wait_s|query_wait_s|ready_s|limit_s)(?:: float)? ?= ?(?P<named>\d+(?:\.\d+)?)\b"
+    r"|(?:\.wait|\.join|\.result|settimeout|asyncio\.timeout|wait_ready)\((?P<only>\d+(?:\.\d+)?)\)"
+    r"|\bwait_(?:for|until)\(.*, (?P<last>\d+(?:\.\d+)?)\)"
+)
+
+
+def test_no_test_gives_up_within_less_than_a_minute_on_what_must_come() -> None:
+    """Where a machine is busy any line may take seconds. A test of a limit sets it to 0 or moves a clock."""
+    short = [
+        f"{file.relative_to(REPOSITORY)}:{number}: {line.strip()}"
+        for file in (REPOSITORY / "tests").rglob("*.py")
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if (found := WAITS.search(line)) and 0 < float(found["named"] or found["only"] or found["last"]) < 60
+    ]
+    assert short == []
 
 
 def test_no_clock_decides_whether_a_property_holds() -> None:

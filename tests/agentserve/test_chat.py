@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, wait_for
+from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, stream_until, wait_for
+from tests.fakes.sockets import posted
 from tests.fakes.text import call, ids_of, think
 from tests.fakes.worker import answer, failing, progress
 
@@ -201,18 +201,17 @@ def test_a_failed_turn(server: FakeServer, client: httpx.Client) -> None:
 
 
 def test_a_waiting_stream_is_kept_alive(server: FakeServer, client: httpx.Client) -> None:
-    server.worker.scripts.append(lambda start: [progress(start, queued=1), 0.5, *answer("ok")(start)])
-    text = client.post(PATH, json={**HI, "stream": True}).text
-    assert text.count(": waiting\n\n") >= 3
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [progress(start, queued=1), gate, *answer("ok")(start)])
+    with client.stream("POST", PATH, json={**HI, "stream": True}) as reply:
+        text = stream_until(reply, ": waiting\n\n", 3, lambda: server.call(gate.set))
     assert "".join(p["choices"][0]["delta"].get("content") or "" for p in chunks(text)) == "ok"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_stops_its_turn(server: FakeServer, stream: bool) -> None:
     server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
-    short = httpx.Client(base_url=server.url, headers={"x-api-key": TOKEN}, timeout=0.5)
-    with short, contextlib.suppress(httpx.ReadTimeout), short.stream("POST", PATH, json={**HI, "stream": stream}) as reply:
-        next(reply.iter_bytes())
+    with posted(server, PATH, {**HI, "stream": stream}):
         wait_for(lambda: server.worker.starts)
     wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
     wait_for(lambda: not server.services.active)

@@ -188,7 +188,7 @@ class SocketMachine(RuleBasedStateMachine):
         if not self.closed:
             assert not any(self.lanes.values()), "a response without its terminal event"
         self.put(type="websocket.disconnect", code=1000)
-        self.loop.run_until_complete(asyncio.wait_for(self.task, 5))
+        self.loop.run_until_complete(asyncio.wait_for(self.task, 60))
         assert not self.services.active
         assert not self.services.quotas._turns
         assert not self.services.claims._claims

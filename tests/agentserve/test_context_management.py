@@ -224,19 +224,29 @@ def test_signs_of_life_come_before_and_behind_the_compaction(tmp_path: Path) -> 
     with running(config_for_tests(turn={"keepalive_s": 0.05}), store=store) as server:
         with httpx.Client(base_url=server.url, headers=AUTH) as client:
             first = begun(server, client, **COMPACT)
+            before, behind = asyncio.Event(), asyncio.Event()
             server.worker.scripts += [
-                lambda start: [0.3, *answer("THE SUMMARY")(start)],
-                lambda start: [0.3, *answer("Two!")(start)],
+                lambda start: [before, *answer("THE SUMMARY")(start)],
+                lambda start: [behind, *answer("Two!")(start)],
             ]
             body = {"input": "two", "previous_response_id": first["id"], "stream": True, **COMPACT}
-            events = sse_events(client.post("/v1/responses", json=body).text)
+            text = ""
+            with client.stream("POST", "/v1/responses", json=body) as reply:
+                for piece in reply.iter_text():
+                    text += piece
+                    head, _, tail = text.partition("event: response.output_item.done\n")
+                    if head.count("event: response.in_progress\n") > 2:
+                        server.call(before.set)
+                    if tail.count("event: response.in_progress\n") > 1:
+                        server.call(behind.set)
+            events = sse_events(text)
         final = check(events)
         kinds = [e["type"].removeprefix("response.") for e in events]
         at = kinds.index("output_item.done")
         assert kinds[:at].count("in_progress") > 2
-        behind = [e for e in events[at:] if e["type"] == "response.in_progress"]
-        assert len(behind) > 1
-        assert all(e["response"]["output"] == final["output"][:1] for e in behind)
+        signs = [e for e in events[at:] if e["type"] == "response.in_progress"]
+        assert len(signs) > 1
+        assert all(e["response"]["output"] == final["output"][:1] for e in signs)
     asyncio.run(store.close())
 
 

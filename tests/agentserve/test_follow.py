@@ -91,7 +91,7 @@ def test_a_running_response_is_followed_to_its_end_over_http_and_on_a_lane(
         assert {e["stream_id"] for e in theirs} == {"b"}
         bare = [{k: v for k, v in e.items() if k != "stream_id"} for e in mine]
         assert [{k: v for k, v in e.items() if k != "stream_id"} for e in theirs] == bare[2:]
-        assert over_http.result(10) == bare
+        assert over_http.result(60) == bare
     assert len(server.worker.starts) == 1
 
 
@@ -99,7 +99,7 @@ def test_a_detached_turn_is_picked_up_where_it_was_lost(server: FakeServer, clie
     gate = held(server, 4)
     with connect(server.ws_url, additional_headers=AUTH) as one:
         send(one, input="a", agentserve={"detach": True}, tools=[{"type": "function", "name": "f"}])
-        seen = [json.loads(one.recv(timeout=10)) for _ in range(4)]
+        seen = [json.loads(one.recv(timeout=60)) for _ in range(4)]
     wait_for(lambda: len(server.api.sockets) == 0)
     server.call(gate.set)
     response_id = seen[0]["response"]["id"]
@@ -160,7 +160,7 @@ def test_another_principal_cannot_follow_a_running_response(server: FakeServer, 
     (response_id,) = server.services.active
     with connect(server.ws_url, additional_headers={"x-api-key": OTHER_TOKEN}) as other:
         other.send(json.dumps({"type": "agentserve.follow", "response_id": response_id}))
-        assert json.loads(other.recv(timeout=10))["error"]["code"] == "not_found"
+        assert json.loads(other.recv(timeout=60))["error"]["code"] == "not_found"
     server.call(gate.set)
     check(until_terminal(socket))
 
@@ -231,7 +231,7 @@ def test_a_key_in_use_leads_to_the_turn_that_runs(server: FakeServer, client: ht
         other = client.post("/v1/responses", json={**body, "input": "y"})
         assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
         server.call(gate.set)
-        assert check(sse_events(second.result(10).text)) == first.result(10).json()
+        assert check(sse_events(second.result(60).text)) == first.result(60).json()
     assert len(server.worker.starts) == 1
     assert client.post("/v1/responses", json=body).json()["id"] == server.worker.starts[0].turn_id
 

@@ -27,7 +27,7 @@ def server() -> Iterator[FakeServer]:
 def told(server: FakeServer, request: bytes, until: bytes | None = None) -> bytes:
     """What comes back for raw bytes: up to `until`, else all until the server closes."""
     got = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
         raw.sendall(request)
         while (until is None or until not in got) and (piece := raw.recv(65536)):
             got += piece

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, wait_for
+from tests.fakes.server import TOKEN, FakeServer, config_for_tests, running, stream_until, wait_for
 from tests.fakes.text import call, ids_of, think
 from tests.fakes.worker import answer, failing, progress
 
@@ -223,8 +223,10 @@ def test_errors_have_this_apis_shape_on_every_way(server: FakeServer, client: ht
 
 
 def test_a_waiting_stream_begins_at_once_and_pings(server: FakeServer, client: httpx.Client) -> None:
-    server.worker.scripts.append(lambda start: [progress(start, queued=1), 0.5, *answer("ok")(start)])
-    got = events(client.post(PATH, json={**HI, "stream": True}).text)
+    gate = asyncio.Event()
+    server.worker.scripts.append(lambda start: [progress(start, queued=1), gate, *answer("ok")(start)])
+    with client.stream("POST", PATH, json={**HI, "stream": True}) as reply:
+        got = events(stream_until(reply, "event: ping\n", 3, lambda: server.call(gate.set)))
     first = next(i for i, e in enumerate(got) if e["type"] == "content_block_start")
     assert [e["type"] for e in got[:first]] == ["message_start", *["ping"] * (first - 1)]
     assert first >= 4

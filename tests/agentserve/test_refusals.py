@@ -65,10 +65,10 @@ def test_media_is_refused_wherever_an_item_may_hold_it(server: FakeServer, part:
         )
         with connect(server.ws_url, additional_headers=AUTH) as socket:
             socket.send(json.dumps({"type": "response.create", "input": items}))
-            error = json.loads(socket.recv(timeout=10))["error"]
+            error = json.loads(socket.recv(timeout=60))["error"]
             assert error["param"].startswith(f"input{place}"), error
             socket.send(json.dumps({"type": "response.steer", "previous_response_id": "resp_1", "input": items}))
-            failed = json.loads(socket.recv(timeout=10))
+            failed = json.loads(socket.recv(timeout=60))
             assert failed["type"] == "response.steer.failed"
             assert failed["error"]["message"].startswith(f"input{place}"), failed
     assert (len(server.worker.starts), len(server.store.committed)) == (begun, kept)

@@ -90,7 +90,7 @@ def handshake_status(server: FakeServer, headers: dict[str, str]) -> int:
     """Status of an upgrade request, by hand: client libraries do not let one set Host."""
     lines = {"Host": f"127.0.0.1:{server.port}", **headers}
     head = "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(
             b"GET /v1/responses HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
             b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n" + head.encode() + b"\r\n"
@@ -176,7 +176,7 @@ def test_another_principals_ids_look_unknown_by_every_route(server: FakeServer) 
         assert theirs.text.replace(mine["id"], "resp_0").replace(session, "ses_0") == unknown.text
     with connect(server.ws_url, additional_headers=OTHER) as other:
         other.send(json.dumps({"type": "response.create", "input": "y", "previous_response_id": mine["id"]}))
-        assert json.loads(other.recv(timeout=10))["error"]["code"] == "previous_response_not_found"
+        assert json.loads(other.recv(timeout=60))["error"]["code"] == "previous_response_not_found"
     assert httpx.get(f"{server.url}/v1/sessions", headers=OTHER).json()["data"] == []
     assert httpx.get(f"{server.url}/v1/responses/{mine['id']}", headers=AUTH).json() == mine
 
@@ -241,12 +241,12 @@ def test_no_prompt_output_or_key_reaches_log_or_metrics(server: FakeServer, capl
             socket.send(json.dumps({"type": "response.create", **frame}))
             events = []
             while not events or events[-1]["type"] not in ("response.completed", "response.failed", "error"):
-                events.append(json.loads(socket.recv(timeout=10)))
+                events.append(json.loads(socket.recv(timeout=60)))
         server.text.fail = ValueError("SECRET-PROMPT cannot be rendered")
         socket.send(json.dumps({"type": "response.create", **body}))
         events = []
         while not events or events[-1]["type"] != "response.failed":
-            events.append(json.loads(socket.recv(timeout=10)))
+            events.append(json.loads(socket.recv(timeout=60)))
         assert check(events)["error"]["code"] == "server_error"
         server.text.fail = None
     httpx.post(f"{server.url}/v1/responses?key=SECRET-FIELD", json=body, headers={"Authorization": "Bearer SECRET-TOKEN"})
@@ -296,7 +296,7 @@ def test_a_thousand_idle_sockets_and_a_frame_that_never_ends_hold_nobody_up() ->
                 other.send(json.dumps({"type": "response.create", "input": "y"}))
                 events = []
                 while not events or events[-1]["type"] != "response.completed":
-                    events.append(json.loads(other.recv(timeout=10)))
+                    events.append(json.loads(other.recv(timeout=60)))
                 check(events)
         assert len(one.worker.starts) == 2
     assert len(one.api.sockets) == 0

@@ -36,7 +36,7 @@ def holder(state: Path) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str], how: int = signal.SIGTERM) -> None:
     process.send_signal(how)
-    process.wait(20)
+    process.wait(60)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()

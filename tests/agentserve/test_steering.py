@@ -49,7 +49,7 @@ class Reader:
         return events
 
     def next(self) -> dict[str, Any]:
-        return json.loads(self.socket.recv(timeout=10))
+        return json.loads(self.socket.recv(timeout=60))
 
 
 def begun(server: FakeServer, socket: ClientConnection, ids: Any, frames: int, **body: Any) -> tuple[str, asyncio.Event]:
@@ -155,7 +155,7 @@ def test_what_cannot_be_taken_comes_back(server: FakeServer, socket: ClientConne
         assert refused(target, wrong) == "invalid_input"
     with connect(server.ws_url, additional_headers=AUTH) as other:
         steer(other, target)
-        assert json.loads(other.recv(timeout=10))["error"]["code"] == "response_not_found"
+        assert json.loads(other.recv(timeout=60))["error"]["code"] == "response_not_found"
     for _ in range(16):
         steer(socket, target)
     assert refused(target, "one more") == "too_many_pending_steers"

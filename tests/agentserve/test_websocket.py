@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def send(socket: ClientConnection, **frame: Any) -> None:
 def until_terminal(socket: ClientConnection) -> list[dict[str, Any]]:
     events = []
     while True:
-        events.append(json.loads(socket.recv(timeout=10)))
+        events.append(json.loads(socket.recv(timeout=60)))
         if events[-1]["type"] in ("response.completed", "response.incomplete", "response.failed", "error"):
             return events
 
@@ -67,11 +67,11 @@ def test_every_event_echoes_the_lane_and_lanes_interleave(server: FakeServer, so
     send(socket, input="b", stream_id="two")
     seen: dict[str, list[dict[str, Any]]] = {"one": [], "two": []}
     while not (seen["two"] and seen["two"][-1]["type"] == "response.completed"):
-        event = json.loads(socket.recv(timeout=10))
+        event = json.loads(socket.recv(timeout=60))
         seen[event["stream_id"]].append(event)
     server.call(gate.set)
     while seen["one"][-1]["type"] != "response.completed":
-        event = json.loads(socket.recv(timeout=10))
+        event = json.loads(socket.recv(timeout=60))
         seen[event["stream_id"]].append(event)
     assert check(seen["one"], "one")["output"][0]["content"][0]["text"] == "slow"
     assert check(seen["two"], "two")["output"][0]["content"][0]["text"] == "fast"
@@ -137,7 +137,7 @@ def test_unstored_turns_can_be_followed_on_their_connection_only(server: FakeSer
 
 def test_rows_are_committed_before_completed_is_sent(server: FakeServer, socket: ClientConnection) -> None:
     send(socket, input="a")
-    while json.loads(socket.recv(timeout=10))["type"] != "response.completed":
+    while json.loads(socket.recv(timeout=60))["type"] != "response.completed":
         pass
     assert len(server.store.committed) == 1
     row = server.store.rows[server.store.committed[0]]
@@ -186,7 +186,7 @@ def test_a_cancelled_turn_ends_as_incomplete_and_the_lane_goes_on(server: FakeSe
     text = ""
     events = []
     while text != "abc":
-        events.append(json.loads(socket.recv(timeout=10)))
+        events.append(json.loads(socket.recv(timeout=60)))
         text += events[-1].get("delta", "")
     socket.send(json.dumps({"type": "response.cancel", "response_id": events[0]["response"]["id"]}))
     events += until_terminal(socket)
@@ -224,7 +224,7 @@ def test_a_waiting_client_hears_something_before_output(server: FakeServer) -> N
         quick.worker.scripts.append(lambda start: [progress(start, queued=2), gate, *answer("abc")(start)])
         with connect(quick.ws_url, additional_headers=AUTH) as one:
             send(one, input="a")
-            events = [json.loads(one.recv(timeout=10)) for _ in range(6)]
+            events = [json.loads(one.recv(timeout=60)) for _ in range(6)]
             assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
             assert {e["type"] for e in events[3:]} == {"response.queued"}
             quick.call(gate.set)
@@ -291,21 +291,25 @@ def test_a_custom_tool_takes_free_text(server: FakeServer, socket: ClientConnect
     assert final["output"][0]["input"] == "*** begin"
 
 
-def test_the_server_drains_turn_by_turn_and_closes_with_1012(server: FakeServer) -> None:
+def test_the_server_drains_turn_by_turn_and_closes_with_1012() -> None:
     gate = asyncio.Event()
-    server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
-    with connect(server.ws_url, additional_headers=AUTH) as busy, connect(server.ws_url, additional_headers=AUTH) as idle:
+    with (
+        running(config_for_tests(server={"drain_s": 60.0})) as server,
+        connect(server.ws_url, additional_headers=AUTH) as busy,
+        connect(server.ws_url, additional_headers=AUTH) as idle,
+    ):
+        server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
         send(busy, input="a")
         wait_for(lambda: len(server.worker.starts) == 1)
         server.server.should_exit = True
         with pytest.raises(ConnectionClosed) as closed:
-            idle.recv(timeout=10)
+            idle.recv(timeout=60)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
         server.call(gate.set)
         assert check(until_terminal(busy))["status"] == "completed"
         with pytest.raises(ConnectionClosed) as closed:
-            busy.recv(timeout=10)
+            busy.recv(timeout=60)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
 
@@ -319,7 +323,7 @@ def test_a_client_that_never_reads_is_closed_with_1013_and_slows_nobody() -> Non
             with connect(server.ws_url, additional_headers=AUTH) as other:
                 send(other, input="b")
                 assert check(until_terminal(other))["status"] == "completed"
-            wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id], 20)
+            wait_for(lambda: server.worker.left == [server.worker.starts[0].turn_id])
             assert close_code(raw) == 1013
         assert server.store.committed == [server.worker.starts[1].turn_id]
 
@@ -329,7 +333,7 @@ def test_deltas_are_joined_for_a_slow_client_without_a_gap() -> None:
         server.worker.scripts.append(answer("x" * 60_000, chunk=1))
         with raw_socket(server, receive_buffer=4096) as raw:
             raw.sendall(client_frame(json.dumps({"type": "response.create", "input": "a"})))
-            wait_for(lambda: any(turn.sink.pressed for turn in tuple(server.services.active.values())), 30)
+            wait_for(lambda: any(turn.sink.pressed for turn in tuple(server.services.active.values())))
             events = [json.loads(text) for text in read_frames(raw)]
         final = check(events)
         assert final["output"][0]["content"][0]["text"] == "x" * 60_000
@@ -342,11 +346,16 @@ def test_wrong_frames_of_a_client_that_does_not_read_wait_in_its_own_socket() ->
     with running(config) as server, raw_socket(server, receive_buffer=4096) as raw:
         (connection,) = server.api.sockets._open
         nonsense = client_frame("x") * 1000
-        raw.settimeout(0.5)
-        with contextlib.suppress(TimeoutError):
-            for _ in range(300):
-                raw.sendall(nonsense)
-        wait_for(lambda: connection.full)
+        raw.setblocking(False)
+        sent = 0
+
+        def full() -> bool:
+            nonlocal sent
+            with contextlib.suppress(BlockingIOError):
+                sent += raw.send(nonsense[sent % len(nonsense) :])
+            return connection.full
+
+        wait_for(full)
         assert len(connection._outbox._queue) <= 65
         with connect(server.ws_url, additional_headers=AUTH) as other:
             send(other, input="b")
@@ -354,18 +363,28 @@ def test_wrong_frames_of_a_client_that_does_not_read_wait_in_its_own_socket() ->
 
 
 def test_a_connection_of_its_age_limit_is_closed_after_its_turns() -> None:
-    with running(config_for_tests(limits={"connection_s": 0.3})) as server:
+    with running(config_for_tests(limits={"connection_s": 3600.0})) as server:
         gate = asyncio.Event()
         server.worker.scripts.append(lambda start: [gate, *answer("abc")(start)])
+        expiries: list[tuple[float, Callable[[], None]]] = []
+        later = server.loop.call_later
+
+        def call_later(delay: float, call: Callable[..., None], *args: Any, **more: Any) -> asyncio.TimerHandle:
+            if delay == 3600.0:
+                expiries.append((delay, call))
+            return later(delay, call, *args, **more)
+
+        server.loop.call_later = call_later  # type: ignore[method-assign]
         with connect(server.ws_url, additional_headers=AUTH) as busy:
             send(busy, input="a")
-            (connection,) = server.api.sockets._open
-            wait_for(lambda: connection._ending is not None)
+            wait_for(lambda: server.worker.starts)
+            ((_, expire),) = expiries
+            server.call(expire)
             server.call(gate.set)
             assert check(until_terminal(busy))["status"] == "completed"
-            assert json.loads(busy.recv(timeout=10))["error"]["code"] == "websocket_connection_limit_reached"
+            assert json.loads(busy.recv(timeout=60))["error"]["code"] == "websocket_connection_limit_reached"
             with pytest.raises(ConnectionClosed) as closed:
-                busy.recv(timeout=10)
+                busy.recv(timeout=60)
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1000
 
@@ -402,7 +421,7 @@ def test_a_large_frame_is_read_on_another_thread_and_answered_in_its_place(
     first: list[str] = []
     ends: dict[str, str] = {}
     while len(ends) < 3:
-        event = json.loads(socket.recv(timeout=20))
+        event = json.loads(socket.recv(timeout=60))
         if event["type"] == "response.created":
             first.append(event["stream_id"])
         if event["type"] in ("response.completed", "error"):

@@ -103,7 +103,7 @@ class Relay:
             return None
         asked = urllib.request.Request(self._server.url + request.path, headers=self._server.headers)
         try:
-            with urllib.request.urlopen(asked, timeout=30) as reply:
+            with urllib.request.urlopen(asked, timeout=60) as reply:
                 status, body = http.HTTPStatus(reply.status), reply.read()
         except urllib.error.HTTPError as error:
             status, body = http.HTTPStatus(error.code), error.read()

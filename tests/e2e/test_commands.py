@@ -167,10 +167,10 @@ def test_serve_shows_address_and_token_once_and_ends_cleanly(tmp_path: Path) -> 
                     break
             url = re.search(r"(http://127\.0\.0\.1:\d+)/v1", lines[0])
             assert url is not None
-            with urllib.request.urlopen(url[1] + "/readyz", timeout=10) as reply:
+            with urllib.request.urlopen(url[1] + "/readyz", timeout=60) as reply:
                 assert json.load(reply)["status"] == "ready"
             process.send_signal(ending)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         shown.append("".join(lines))
     token = (tmp_path / "token").read_text().strip()
     assert token in shown[0]

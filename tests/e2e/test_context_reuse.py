@@ -293,7 +293,7 @@ def test_a_busy_sub_agent_does_not_push_the_main_agent_out(small_world: World, a
 
 def evictions(world: World) -> float:
     target = world.server.target
-    with urllib.request.urlopen(urllib.request.Request(target.url + "/metrics", headers=target.headers), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(target.url + "/metrics", headers=target.headers), timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     name = 'agentserve_worker_counter{name="ram_evictions",'
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

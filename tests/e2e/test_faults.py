@@ -33,7 +33,7 @@ def turn(server: PrivateServer, text: str = "hello", previous: str | None = None
 def status(target: Target, path: str, method: str = "GET") -> int:
     request = urllib.request.Request(target.url + path, headers=target.headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -66,7 +66,7 @@ def test_a_dead_postgresql_fails_turns_clearly_and_takes_them_when_it_is_back(
     assert status(server.target, f"/v1/responses/{again['id']}") == 200
     # Whoever asks for the one that failed is told how it ended; nothing follows it.
     request = urllib.request.Request(f"{server.target.url}/v1/responses/{failed['id']}", headers=server.target.headers)
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         told = json.load(reply)
     assert (told["status"], told["error"]["message"]) == ("failed", failed["error"]["message"])
     assert turn(server, "go on", failed["id"])["error"]["code"] == "previous_response_not_found"

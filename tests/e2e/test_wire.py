@@ -114,7 +114,7 @@ def test_sigterm_lets_the_turn_end_and_closes_with_1012(own_server: PrivateServe
             events.append(json.loads(socket.recv(timeout=60)))
         assert check(events)["status"] == "completed"
         with pytest.raises(ConnectionClosed) as closed:
-            socket.recv(timeout=30)
+            socket.recv(timeout=60)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
     assert own_server.stop() == 0

@@ -69,17 +69,17 @@ class PostgresServer:
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)  # SIGTERM would wait for clients to leave, pools among them
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
+                self.process.wait(60)
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGQUIT)
-                self.process.wait(10)
+                self.process.wait(60)
             self.process = None
 
     def crash(self) -> None:
         """Gone at once, with every connection."""
         if self.process is not None:
             self.process.send_signal(signal.SIGQUIT)
-            self.process.wait(30)
+            self.process.wait(60)
             self.process = None
 
     def url(self, database: str) -> str:

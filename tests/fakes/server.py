@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import msgspec
 
 from agentserve.config import Config, load
@@ -25,12 +26,23 @@ TOKEN = "test-token-1"
 OTHER_TOKEN = "test-token-2"
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Wait until `condition` holds; fails after `timeout_s`, which is generous, since it only matters for broken code."""
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.002)
+
+
+def stream_until(reply: httpx.Response, mark: str, count: int, then: Callable[[], object]) -> str:
+    """The whole text of a stream; then() is called when `mark` has come `count` times. No clock says how long that takes."""
+    text, called = "", False
+    for piece in reply.iter_text():
+        text += piece
+        if not called and text.count(mark) >= count:
+            called = True
+            then()
+    return text
 
 
 class FakeServer:
@@ -70,14 +82,14 @@ class FakeServer:
 
     def start(self) -> None:
         self._thread.start()
-        self._started.wait(20)
+        self._started.wait(60)
         if self.error is not None:
             raise self.error
         assert self.port
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         self.threads.shutdown()
         if self.error is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 from tests.fakes.server import TOKEN, FakeServer
 
@@ -17,7 +19,7 @@ def raw_socket(
     """A connected and upgraded socket with a small receive buffer."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(20)
+    sock.settimeout(60)
     sock.connect(("127.0.0.1", server.port))
     key = base64.b64encode(os.urandom(16)).decode()
     sock.sendall(
@@ -28,6 +30,15 @@ def raw_socket(
     while not answer.endswith(b"\r\n\r\n"):
         answer += sock.recv(1)
     assert answer.startswith(b"HTTP/1.1 101"), answer
+    return sock
+
+
+def posted(server: FakeServer, path: str, body: Any) -> socket.socket:
+    """A connection on which a request was sent and nothing is read; its client leaves when it is closed."""
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(content)}\r\n\r\n"
+    sock.sendall(head.encode() + content)
     return sock
 
 

@@ -67,7 +67,7 @@ def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
     class Stuck(RamTier):
         def put(self, key, header, parts, **kwargs):
             inside.set()
-            assert gate.wait(20)
+            assert gate.wait(60)
             return super().put(key, header, parts, **kwargs)
 
     cache = make(tiers=[RamTier(60_000), Stuck(1 << 20, name="disk")], write_behind=True)
@@ -75,7 +75,7 @@ def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
     tokens = context(3, 200)
     first = save(cache, tokens, 150)
     writer.want([first.checkpoint_id or ""])
-    assert inside.wait(20)
+    assert inside.wait(60)
     for seed in range(100):  # more than the memory tier holds: the one that is being copied must stay
         assert save(cache, context(100 + seed, 150), 140).checkpoint_id
         assert best(cache, tokens) == 150

@@ -54,8 +54,8 @@ class Workers:
     """A fleet over workers that do what the test says."""
 
     def __init__(self, count: int = 2, ready: bool = True) -> None:
-        self.clients = [WorkerClient(start_wait_s=20) for _ in range(count)]
-        self.fleet = Fleet(self.clients, start_wait_s=20)
+        self.clients = [WorkerClient(start_wait_s=60) for _ in range(count)]
+        self.fleet = Fleet(self.clients, start_wait_s=60)
         self.started: list[tuple[str, int]] = []
         self.pipes = [FakePipe(worker, self.started) for worker in range(count)]
         self.frames: dict[str, list[TurnFrame]] = {}

@@ -66,7 +66,7 @@ async def test_server_and_worker_end_exchange_frames_one_by_one() -> None:
     server.send(Drain())
     assert await asyncio.to_thread(worker.receive, None) == [CancelTurn("t"), Drain()]
     worker.close()
-    await asyncio.wait_for(closed.wait(), 5)
+    await asyncio.wait_for(closed.wait(), 60)
     with pytest.raises(PipeClosed):
         server.send(Drain())
 

@@ -56,14 +56,14 @@ def settings_of(
 async def running(
     model_dir: Path, ram_cache_bytes: int = 64 << 20, *, state_dir: Path | None = None, **engine: int | str
 ) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
-    client = WorkerClient(start_wait_s=60)
+    client = WorkerClient(start_wait_s=60, query_wait_s=60)
     settings = settings_of(model_dir, ram_cache_bytes, state_dir=state_dir, **engine)
     supervisor = Supervisor(client, settings, first_backoff_s=0.05, watch_s=0.1)
     supervisor.start()
     try:
         yield client, supervisor
     finally:
-        await supervisor.stop(drain_s=20)
+        await supervisor.stop(drain_s=60)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -192,7 +192,7 @@ async def test_a_new_worker_restores_from_disk_bit_for_bit(
     async with running(model_dir, state_dir=tmp_path) as (client, supervisor):
         first = await run(client, start_turn("a", PROMPT))
         context = [*PROMPT, *answer(first), 5, 6, 7]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await settled(client)).get("write_back_waiting", 1) > 0:
                 await asyncio.sleep(0.02)
         assert supervisor.pid is not None
@@ -216,9 +216,12 @@ async def test_kill_in_mid_turn_fails_that_turn_and_the_next_one_runs(worker: tu
     client, supervisor = worker
     restarts = supervisor.restarts
     frames: list[TurnFrame] = []
+    killed: list[int] = []
     async for frame in client.run(start_turn("a", PROMPT, max_tokens=3000, salt=b"killed")):
         frames.append(frame)
-        if isinstance(frame, Tokens) and len(frames) > 10 and supervisor.pid is not None:
+        if isinstance(frame, Tokens) and not killed:  # what it has said by then is still read when it has long been reaped
+            assert supervisor.pid is not None
+            killed.append(supervisor.pid)
             os.kill(supervisor.pid, signal.SIGKILL)
     assert frames[-1] == TurnFailed("a", "server_error", WORKER_STOPPED)
     again = await run(client, start_turn("a", PROMPT, salt=b"killed"))
@@ -242,7 +245,7 @@ async def test_cancel_and_disconnect_free_everything(worker: tuple[WorkerClient,
     assert cancelled[-1].reason == "cancelled"
     last = await run(client, start_turn("last", PROMPT, salt=b"freed"))
     assert matched(last).tier == "device"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await settled(client))["turns"] > 0:
             await asyncio.sleep(0.05)
     load = client.load
@@ -257,7 +260,7 @@ async def test_the_worker_ends_when_its_server_is_gone(model_dir: Path) -> None:
         assert supervisor._pipe is not None
         supervisor._stopping = True
         supervisor._pipe.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while Path(f"/proc/{pid}").exists():
                 await asyncio.sleep(0.02)
 
@@ -273,7 +276,7 @@ async def test_terminate_lets_the_running_turn_finish(worker: tuple[WorkerClient
         frames.append(frame)
     assert isinstance(frames[-1], TurnFinished)
     assert frames[-1].output_tokens == 40
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while supervisor.restarts == restarts:
             await asyncio.sleep(0.02)
 

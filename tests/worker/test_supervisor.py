@@ -41,14 +41,14 @@ def spawner(*modes: str):
 
 @contextlib.asynccontextmanager
 async def running(*modes: str, **settings: float) -> AsyncIterator[tuple[WorkerClient, Supervisor]]:
-    client = WorkerClient(start_wait_s=20)
+    client = WorkerClient(start_wait_s=60)
     options = {"first_backoff_s": 0.01, "watch_s": 0.05, "kill_s": 5.0} | settings
     supervisor = Supervisor(client, SETTINGS, spawn=spawner(*modes), **options)  # pyright: ignore[reportArgumentType]
     supervisor.start()
     try:
         yield client, supervisor
     finally:
-        await supervisor.stop(drain_s=5)
+        await supervisor.stop(drain_s=60)
 
 
 def start_turn(turn_id: str, session: str, ids: list[int]) -> StartTurn:
@@ -104,13 +104,18 @@ async def test_a_worker_whose_device_failed_says_why_to_its_turn_and_in_the_reas
 
 
 async def test_a_stuck_worker_is_killed_but_an_idle_one_is_left_alone() -> None:
-    async with running("ok", stuck_s=0.5) as (client, supervisor):
-        assert await client.wait_ready(20)
+    async with running("ok", stuck_s=120.0, watch_s=0.01) as (client, supervisor):
+        assert await client.wait_ready(60)
         pid = supervisor.pid
-        await asyncio.sleep(1.0)
+        client.heard_at -= 1000
+        await asyncio.sleep(0.2)  # it is looked at now and then; a machine that stops here finds no less
         assert (supervisor.pid, supervisor.restarts) == (pid, 0)
-        frames = await frames_of(client, start_turn("a", "hang", [1]))
-        assert frames == [TurnFailed("a", "server_error", WORKER_STOPPED, unanswered=True)]
+        hangs = asyncio.create_task(frames_of(client, start_turn("a", "hang", [1])))
+        while not client.expecting:
+            await asyncio.sleep(0)
+        assert client.heard_at > time.monotonic() - 500, "its silence counts from when it was asked"
+        client.heard_at -= 1000
+        assert await hangs == [TurnFailed("a", "server_error", WORKER_STOPPED, unanswered=True)]
         assert isinstance((await frames_of(client, start_turn("b", "echo", [1])))[-1], TurnFinished)
 
 
@@ -133,7 +138,7 @@ async def test_cancel_ends_a_turn_and_leaving_the_iterator_cancels_too() -> None
 
 async def test_a_model_that_cannot_be_served_is_reported_and_not_retried() -> None:
     async with running("permanent") as (client, supervisor):
-        assert not await client.wait_ready(20)
+        assert not await client.wait_ready(60)
         frames = await frames_of(client, start_turn("a", "echo", [1]))
         assert frames == [TurnFailed("a", "server_error", "the model directory has no config.json")]
         while supervisor.state is not WorkerState.FAILED:
@@ -161,7 +166,7 @@ async def test_a_turn_cancelled_while_it_waits_for_a_worker_ends_cancelled() -> 
 
 async def test_stop_leaves_no_process() -> None:
     async with running("ok") as (client, supervisor):
-        assert await client.wait_ready(20)
+        assert await client.wait_ready(60)
         pid = supervisor.pid
         await supervisor.stop()
         assert supervisor.state is WorkerState.STOPPED

@@ -477,7 +477,7 @@ async def test_a_server_says_that_it_lives_while_it_runs_some(tmp_path, monkeypa
             await asyncio.sleep(0.002)
         assert not seen.is_set(), "it runs none"
         await store.begin_background("alice", begun("resp_1"))
-        await asyncio.wait_for(seen.wait(), 20)
+        await asyncio.wait_for(seen.wait(), 60)
 
 
 # ── items of resent contexts ─────────────────────────────────────────────────────────────────────────────────────
