@@ -43,7 +43,7 @@ def stored_row(
         created_at=float(request.created_at),
         completed_at=time.time(),
         instructions=request.create.instructions,
-        tools=context.inherited_tools or encode_body(request.tools_echo),
+        tools=context.inherited_tools or encode_body(request.echo.tools),
         input=context.own,
         output=body.output,
         body=encode_body(body),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, UnsetType
 
 from agentserve.config import Config
 from agentserve.errors import InvalidValue, ModelNotFound, UnsupportedValue
@@ -25,13 +25,14 @@ from agentserve.protocol.items import IgnoredTool, InputItem, Item, Tool
 from agentserve.protocol.machine import stream_id_of
 from agentserve.protocol.responses import (
     ConversationName,
-    EchoText,
+    Echo,
     ReasoningConfig,
     ResponseBody,
     ResponseCreate,
     TextFormat,
     TurnOptions,
     check_metadata,
+    echo,
 )
 from agentserve.protocol.tool_choice import ToolChoice, tool_choice
 from agentserve.session_ids import begun_session, named_session
@@ -64,7 +65,7 @@ class TurnRequest:
     items: tuple[InputItem, ...]
     tools: tuple[Tool, ...] | None
     ignored_tools: tuple[IgnoredTool, ...]
-    tools_echo: tuple[Raw, ...]
+    echo: Echo
     tool_choice: ToolChoice
     model: str
     top_logprobs: int | None
@@ -144,24 +145,24 @@ class TurnRequest:
             status="in_progress",
             background=c.background is True,
             conversation=None if self.conversation is None else ConversationName(self.conversation),
-            instructions=c.instructions,
+            instructions=self.echo.instructions,
             max_output_tokens=c.max_output_tokens,
             metadata=c.metadata or {},
             model=self.model,
             parallel_tool_calls=c.parallel_tool_calls is not False,
             previous_response_id=c.previous_response_id,
-            prompt_cache_key=c.prompt_cache_key,
+            prompt_cache_key=self.echo.prompt_cache_key,
             reasoning=c.reasoning or ReasoningConfig(),
-            safety_identifier=c.safety_identifier,
+            safety_identifier=self.echo.safety_identifier,
             store=self.store,
             temperature=config.turn.temperature if c.temperature is None else c.temperature,
-            text=EchoText() if self.form is None else EchoText(self.form),
-            tool_choice="auto" if c.tool_choice is None else c.tool_choice,
-            tools=self.tools_echo,
+            text=self.echo.text,
+            tool_choice=self.echo.tool_choice,
+            tools=self.echo.tools,
             top_logprobs=c.top_logprobs or 0,
             top_p=config.turn.top_p if c.top_p is None else c.top_p,
             truncation=c.truncation or "disabled",
-            user=c.user,
+            user=self.echo.user,
         )
 
 
@@ -197,7 +198,7 @@ def _accept(
     options = options_of(create, events_header=headers.get("agentserve-events") == "1")
     if create.background:
         options = msgspec.structs.replace(options, detach=True)
-    tools, ignored, echo = decode_tools(create.tools)
+    tools, ignored, as_sent = decode_tools(create.tools)
     metadata = create.metadata or {}
     check_metadata(metadata)
     _check_stop(create.stop)
@@ -221,7 +222,7 @@ def _accept(
         items=given,
         tools=None if create.tools is None else tools,
         ignored_tools=ignored,
-        tools_echo=echo,
+        echo=echo(create, as_sent),
         tool_choice=tool_choice(create.tool_choice),
         model=_model(create.model, config),
         top_logprobs=(create.top_logprobs or 0) if wants_logprobs else None,

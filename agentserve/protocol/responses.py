@@ -216,9 +216,46 @@ class EchoText(Struct, frozen=True):
     format: TextFormat = TextFormat(type="text")
 
 
+encode_body = msgspec.json.Encoder().encode
+PLAIN_TEXT = Raw(encode_body(EchoText()))
+AUTO = Raw(b'"auto"')
+
+
+class Echo(Struct, frozen=True, kw_only=True):
+    """Of a create body what the response repeats and may be long, as JSON."""
+
+    instructions: Raw
+    prompt_cache_key: Raw
+    safety_identifier: Raw
+    text: Raw
+    tool_choice: Raw
+    tools: tuple[Raw, ...]
+    user: Raw
+
+
+def echo(create: ResponseCreate, tools: tuple[Raw, ...]) -> Echo:
+    """Takes as long as its texts: for the thread that reads large messages."""
+    form = None if create.text is None else create.text.format
+    return Echo(
+        instructions=_json(create.instructions),
+        prompt_cache_key=_json(create.prompt_cache_key),
+        safety_identifier=_json(create.safety_identifier),
+        text=PLAIN_TEXT if form is None else _json(EchoText(form)),
+        tool_choice=AUTO if create.tool_choice is None else _json(create.tool_choice),
+        tools=tools,
+        user=_json(create.user),
+    )
+
+
+def _json(value: Any) -> Raw:
+    return ABSENT if value is None else Raw(encode_body(value))
+
+
 class ResponseBody(Struct, frozen=True, kw_only=True):
     """The `response` object. status: in_progress, queued, completed, incomplete, failed or cancelled. Times: Unix seconds.
 
+    What only echoes the request is JSON already, however long: the object is told several times, on the thread that serves
+    sockets.
     stop_sequence (not in the standard): the stop string that ended the text; left out if none did.
     """
 
@@ -231,7 +268,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     conversation: ConversationName | None = None
     error: ErrorDetail | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
+    instructions: Raw = ABSENT
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
@@ -239,20 +276,20 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     output: tuple[ResponseItem, ...] = ()
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Raw = ABSENT
     reasoning: ReasoningConfig = ReasoningConfig()
-    safety_identifier: str | None = None
+    safety_identifier: Raw = ABSENT
     service_tier: str = "default"
     store: bool = True
     temperature: float = 1.0
-    text: EchoText = EchoText()
-    tool_choice: Any = "auto"
+    text: Raw = PLAIN_TEXT
+    tool_choice: Raw = AUTO
     tools: tuple[Raw, ...] = ()
     top_logprobs: int = 0
     top_p: float = 1.0
     truncation: str = "disabled"
     usage: Usage | None = None
-    user: str | None = None
+    user: Raw = ABSENT
     stop_sequence: str | UnsetType = UNSET
 
 
@@ -265,6 +302,3 @@ def usage(*, prompt: int, cached: int, written: int, output: int, reasoning: int
         output_tokens_details=OutputTokensDetails(reasoning),
         total_tokens=prompt + output,
     )
-
-
-encode_body = msgspec.json.Encoder().encode
