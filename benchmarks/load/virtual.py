@@ -85,7 +85,9 @@ class Lab:
         self.engine: TimedEngine = timed_engine(
             machine, self.clock, vocab_size=VOCAB, end=END, words=words, kv_tokens=kv_tokens, **settings
         )
-        self.states = open_states(*namespace_of(self.engine.info, self.engine.layout), ram_bytes)
+        # What is given up first depends on what was used when: on the same clock, or each run would give up others.
+        namespace, layout = namespace_of(self.engine.info, self.engine.layout)
+        self.states = open_states(namespace, layout, ram_bytes, clock=self.clock.now_s)
         self.bridge = StateBridge(self.engine, self.states.cache)
         self.played: dict[str, Played] = {}
         forecast = Forecast(machine.chunk, gap_us=self.engine.config.decode_gap_ms * 1000)
