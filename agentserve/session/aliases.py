@@ -85,9 +85,13 @@ class Aliases:
                 self._bytes -= _size(self._kept.pop(key, None))
 
     def save(self, connection: Connection, response: str, source: bytes) -> int:
-        """Write a turn's aliases inside the transaction that commits it as `response`; returns how many."""
+        """Write a turn's aliases inside the transaction that commits it as `response`; returns how many.
+
+        Call saved() when it is committed. The rows come in the order of their keys, so that of two transactions that write the
+        same ones neither waits for the other in turn.
+        """
         with self._lock:
-            entries = self._uncommitted.pop(_source_key(source), ())
+            entries = self._uncommitted.get(_source_key(source), ())
         if not entries:
             return 0
         rows = [
@@ -101,12 +105,17 @@ class Aliases:
                 "created_at": time.time(),
                 "response": response,
             }
-            for key, alias in entries
+            for key, alias in sorted(entries, key=lambda entry: (entry[0], entry[1].context))
         ]
         insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
         newer = {name: insert.excluded[name] for name in ("ids", "lead", "trail", "claim", "created_at", "response")}
         connection.execute(insert.on_conflict_do_update(index_elements=["key", "context"], set_=newer), rows)
         return len(rows)
+
+    def saved(self, source: bytes) -> None:
+        """The turn with these generated ids is committed."""
+        with self._lock:
+            self._uncommitted.pop(_source_key(source), None)
 
     def _keep(self, key: bytes, found: tuple[Alias, ...]) -> tuple[Alias, ...]:
         by_context: dict[bytes, Alias] = {}

@@ -160,12 +160,23 @@ def _count_turn(connection: Connection, new: StoredResponse) -> None:
         raise PermissionError(f"session {new.session} belongs to another principal")
 
 
+def _lock(connection: Connection, session: str) -> bool:
+    """Whether a session is there, and nobody else's until the transaction ends.
+
+    Whoever changes a session takes its row first and those of its responses then, a turn that is added too: in another order
+    each of two could wait for what the other has, and PostgreSQL would end one of them.
+    """
+    return connection.execute(select(sessions.c.id).where(sessions.c.id == session).with_for_update()).first() is not None
+
+
 def remove_response(connection: Connection, principal: str, response_id: str) -> bool:
     """Delete a response; what others were told as a difference to it they get first."""
     mine = and_(responses.c.id == response_id, responses.c.principal == principal)
+    row = connection.execute(select(responses.c.session).where(mine)).first()
+    if row is None or not _lock(connection, row.session):
+        return False
     # Whoever is about to stand on it comes before this, and is seen below.
-    row = connection.execute(select(responses.c.session).where(mine).with_for_update()).first()
-    if row is None:
+    if connection.execute(select(responses.c.id).where(mine).with_for_update()).first() is None:
         return False
     shared_items.let_go(connection, response_id)
     for child in connection.execute(select(responses.c.id).where(responses.c.prompt_base == response_id)).scalars().all():
@@ -190,9 +201,10 @@ def remove_response(connection: Connection, principal: str, response_id: str) ->
 def remove_session(connection: Connection, principal: str, session_id: str) -> tuple[str, ...] | None:
     """Delete a session with all its responses; returns their ids, None if there is no such session."""
     mine = and_(sessions.c.id == session_id, sessions.c.principal == principal)
-    if connection.execute(select(sessions.c.id).where(mine)).first() is None:
+    if connection.execute(select(sessions.c.id).where(mine).with_for_update()).first() is None:
         return None
-    gone = connection.execute(select(responses.c.id).where(responses.c.session == session_id)).scalars().all()
+    inside = select(responses.c.id).where(responses.c.session == session_id)
+    gone = connection.execute(inside.with_for_update()).scalars().all()
     outside = select(responses.c.id).where(responses.c.prompt_base.in_(gone), responses.c.session != session_id)
     for child in connection.execute(outside).scalars().all():
         values = {"prompt_base": None, "prompt_kept": 0, "prompt_ids": prompt_ids(connection, child)}

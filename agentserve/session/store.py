@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
@@ -37,6 +37,9 @@ THREADS = 4
 KEPT_RESPONSE_BYTES = 64 << 20
 KEPT_CONTEXT_BYTES = 64 << 20
 KEPT_DIGEST_BYTES = 8 << 20
+DEADLOCK = "40P01"
+"""What PostgreSQL says to the one of two transactions that it ends, which each waited for the other."""
+MOST_TRIES = 5
 FOLLOWED = 16
 """Responses that are looked at to find the one that a resent context goes on from."""
 ALIAS_DAYS = 30
@@ -120,12 +123,16 @@ class SqlStore:
         digests = shared_items.digests(rows.bodies_of(new.input))
         followed = new.follows if new.parent is None else None
         same = 0 if followed is None else shared_items.shared_items(digests, self._digests_of(followed))
-        with self._writer.begin() as connection:
+
+        def write(connection: Connection) -> None:
             rows.add_response(connection, new, base, shared, followed if same else None, same)
             append_turn(connection, new)
             self.aliases.save(connection, new.id, new.generated_ids)
             if new.id in self._background:
                 background.stored(connection, new.id)
+
+        self._transaction(write)
+        self.aliases.saved(new.generated_ids)
         self._background.discard(new.id)
         context = new.prompt_ids + new.generated_ids
         self._contexts.put(new.id, (context, depth), len(context))
@@ -303,11 +310,19 @@ class SqlStore:
         return await self._guarded(run)
 
     async def _write(self, write: Callable[[Connection], T]) -> T:
-        def run() -> T:
-            with self._writer.begin() as connection:
-                return write(connection)
+        return await self._guarded(lambda: self._transaction(write))
 
-        return await self._guarded(run)
+    def _transaction(self, write: Callable[[Connection], T]) -> T:
+        """write(connection), again where PostgreSQL has chosen it to end because others waited for what it held."""
+        for _ in range(MOST_TRIES - 1):
+            try:
+                with self._writer.begin() as connection:
+                    return write(connection)
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) != DEADLOCK:
+                    raise
+        with self._writer.begin() as connection:
+            return write(connection)
 
     async def _guarded(self, run: Callable[[], T]) -> T:
         try:
