@@ -75,7 +75,8 @@ class World:
             decode_gap_ms=5,
         )
         self.engine.scheduler._sizes = chunk_sizes(16, 4)
-        states = open_states(*namespace_of(self.engine.info, self.engine.layout), rng.choice((1 << 17, 1 << 20)))
+        names = namespace_of(self.engine.info, self.engine.layout)
+        states = open_states(*names, rng.choice((1 << 17, 1 << 20)), clock=lambda: self.now_ns / 1e9)
         self.bridge = StateBridge(self.engine, states.cache, states.want, stays=rng.random() < 0.5)
         self.grammars = SlowGrammars()
         self.frames: list[FromWorker] = []
