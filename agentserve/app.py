@@ -31,7 +31,9 @@ from agentserve.session.database import connect, upgrade
 from agentserve.session.store import SqlStore
 from agentserve.state_dir import StateDir, make_state_dir
 from agentserve.text.errors import TextError
+from agentserve.text.messages import PARSED
 from agentserve.text.model_text import ModelText
+from agentserve.text.planner import CLAIMS
 from agentserve.worker.client import WorkerClient
 from agentserve.worker.fleet import Fleet
 from agentserve.worker.settings import WorkerSettings
@@ -117,10 +119,14 @@ def _compose(config: Config, state: StateDir, spawn: Spawn, stuck_s: float) -> A
     texts = [load_text(model, store) for model in config.served]
     models = tuple(Served(model.name, text, fleet) for model, text, fleet in zip(config.served, texts, fleets, strict=True))
     services = Services(config, models, store, threads, metrics, seal=seal)
-    caches = {**store.caches, "unstored": services.unstored, "endings": services.endings}
+    caches = {**store.caches, "unstored": services.unstored, "endings": services.endings, "rules": services.rules}
+    caches |= {"arguments": PARSED, "claims": CLAIMS}
     for what, cache in caches.items():
         metrics.watch_kept(what, lambda cache=cache: cache.size_bytes)
+    for what in texts[0].caches:
+        metrics.watch_kept(what, lambda what=what: sum(text.caches[what].size_bytes for text in texts))
     metrics.watch_kept("encoded", lambda: sum(text.tokenizer.kept_bytes for text in texts))
+    metrics.watch_kept("compared", lambda: sum(model.contexts.size_bytes for model in models))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:

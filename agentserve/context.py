@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw
 
 from agentserve.errors import InvalidValue, NotFound, PreviousResponseNotFound
 from agentserve.interfaces import InConversation, Store, StoredResponse
+from agentserve.kept import Kept
 from agentserve.protocol.decode import decode_tools
 from agentserve.protocol.items import InputItem, Item, Tool
 from agentserve.request import TurnRequest
@@ -34,23 +35,31 @@ class Context:
     conversation: InConversation | None = None
 
 
-@dataclass(slots=True)
+LOCAL_BYTES = 32 << 20
+PER_TEXT_BYTE = 3
+"""What decoded items take for each byte of their JSON; more of it is text than in schemas and arguments."""
+
+
 class LocalResponses:
-    """Responses with `store: false`: kept for the life of one connection, the oldest dropped first.
+    """Responses with `store: false`: kept for the life of one connection, the longest unused dropped first.
 
     Only what a following turn needs is kept: items and tools, not bodies and token ids.
     """
 
-    limit: int = 256
-    _kept: dict[str, StoredResponse] = field(default_factory=dict)
+    def __init__(self, limit_bytes: int = LOCAL_BYTES) -> None:
+        self._kept: Kept[str, StoredResponse] = Kept(limit_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._kept.size_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
         return self._kept.get(response_id)
 
-    def add(self, response: StoredResponse) -> None:
-        self._kept[response.id] = msgspec.structs.replace(response, body=b"", prompt_ids=b"", generated_ids=b"")
-        while len(self._kept) > self.limit:
-            del self._kept[next(iter(self._kept))]
+    def add(self, response: StoredResponse, input_bytes: int) -> None:
+        """input_bytes: of its input as JSON."""
+        size = PER_TEXT_BYTE * (input_bytes + len(response.body)) + len(response.tools)
+        self._kept.put(response.id, msgspec.structs.replace(response, body=b"", prompt_ids=b"", generated_ids=b""), size)
 
 
 async def resolve(request: TurnRequest, services: Services, local: LocalResponses) -> Context:

@@ -14,10 +14,10 @@ from msgspec import UNSET, UnsetType
 from agentserve.audience import Sink
 from agentserve.events import CLOSED, IN_PROGRESS, OPENED, QUEUED, Cut, ResponseEvents, text_of
 from agentserve.interfaces import StoredResponse
+from agentserve.kept import Kept
 from agentserve.protocol.items import ResponseItem
 from agentserve.protocol.responses import ResponseBody, encode_body
 from agentserve.protocol.server_events import CacheReport, DeadlineReport, Event, PrefillProgress
-from agentserve.session.kept import Kept
 
 _cuts = msgspec.msgpack.Decoder(list[int | PrefillProgress | CacheReport | DeadlineReport])
 encode_cuts = msgspec.msgpack.Encoder().encode
@@ -59,7 +59,7 @@ class Endings:
     """Responses that ended and are in no store: failed ones. The newest only, and none after a restart."""
 
     def __init__(self, limit_bytes: int = 16 << 20) -> None:
-        self._kept: Kept[tuple[str, ResponseBody, tuple[Cut, ...]]] = Kept(limit_bytes)
+        self._kept: Kept[str, tuple[str, ResponseBody, tuple[Cut, ...]]] = Kept(limit_bytes)
 
     @property
     def size_bytes(self) -> int:

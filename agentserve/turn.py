@@ -133,7 +133,7 @@ class Turn:
                 if request.store:
                     await services.store.commit(stored)
                 else:
-                    self.local.add(stored)
+                    self.local.add(stored, memoryview(request.create.input).nbytes)
                     if not request.aside:
                         services.unstored.add(stored, outcome.reused_tokens)
                 self.end()

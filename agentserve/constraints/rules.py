@@ -6,8 +6,6 @@ Made before the response exists, so that what cannot be enforced is refused like
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from agentserve.constraints.output import ANY_OBJECT, TEXT_GRAMMAR, OutputRule, 
 from agentserve.constraints.reasons import stated
 from agentserve.constraints.schemas import check, enforceable
 from agentserve.errors import InvalidValue, UnsupportedValue
+from agentserve.kept import PER_JSON_BYTE, Kept
 from agentserve.protocol.items import CUSTOM_INPUT, CustomTool, FunctionTool, Tool
 from agentserve.protocol.responses import TextFormat
 from agentserve.protocol.tool_choice import ToolChoice
@@ -39,10 +38,12 @@ FREE_TEXT_INPUT: Schema = {
 class Rules:
     """Rules of requests, the newest ones remembered: a client sends the same tools with every turn. Thread-safe."""
 
-    def __init__(self, kept: int = 256) -> None:
-        self._limit = kept
-        self._kept: OrderedDict[bytes, OutputRule] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, kept_bytes: int = 32 << 20) -> None:
+        self._kept: Kept[bytes, OutputRule] = Kept(kept_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._kept.size_bytes
 
     def rule(
         self,
@@ -59,17 +60,14 @@ class Rules:
         """
         if not enforces(form, choice, tools):
             return None
-        key = xxhash.xxh3_128_digest(msgspec.json.encode((form, choice, tools, one_call)))  # integers of any size
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        said = msgspec.json.encode((form, choice, tools, one_call))  # integers of any size
+        key = xxhash.xxh3_128_digest(said)
+        known = self._kept.get(key)
+        if known is not None:
+            return known
         made = _rule(form, choice, tools, one_call)
         check(made)
-        with self._lock:
-            self._kept[key] = made
-            while len(self._kept) > self._limit:
-                self._kept.popitem(last=False)
+        self._kept.put(key, made, PER_JSON_BYTE * len(said))
         return made
 
 

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Engine, delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
+from agentserve.kept import Kept
 from agentserve.session.tables import aliases as table
 from agentserve.text.aliases import Alias
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 KEPT_BYTES = 64 << 20
 KEPT_PER_KEY = 8
-UNCOMMITTED_TURNS = 1024
+UNCOMMITTED_BYTES = 16 << 20
+"""Of what turns taught that are not committed yet, or never are."""
 _KEYS_PER_QUERY = 500
 _ENTRY_BYTES = 200
 """Rough size of an entry beside its ids."""
@@ -38,13 +40,13 @@ class Aliases:
         self._limit = kept_bytes
         self._kept: OrderedDict[bytes, tuple[Alias, ...]] = OrderedDict()
         self._bytes = 0
-        self._uncommitted: OrderedDict[bytes, tuple[tuple[bytes, Alias], ...]] = OrderedDict()
+        self._uncommitted: Kept[bytes, tuple[tuple[bytes, Alias], ...]] = Kept(UNCOMMITTED_BYTES)
         self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
         """What they take in memory."""
-        return self._bytes
+        return self._bytes + self._uncommitted.size_bytes
 
     def attach(self, engine: Engine) -> None:
         """From now on, look up in this database what memory does not have."""
@@ -73,10 +75,8 @@ class Aliases:
         with self._lock:
             for key, alias in entries:
                 self._keep(key, (*self._kept.get(key, ()), alias))
-            if source:
-                self._uncommitted[_source_key(source)] = entries
-                while len(self._uncommitted) > UNCOMMITTED_TURNS:
-                    self._uncommitted.popitem(last=False)
+        if source:
+            self._uncommitted.put(_source_key(source), entries, sum(_size((alias,)) for _, alias in entries))
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forget these at once; their response was deleted."""
@@ -90,8 +90,7 @@ class Aliases:
         Call saved() when it is committed. The rows come in the order of their keys, so that of two transactions that write the
         same ones neither waits for the other in turn.
         """
-        with self._lock:
-            entries = self._uncommitted.get(_source_key(source), ())
+        entries = self._uncommitted.get(_source_key(source))
         if not entries:
             return 0
         rows = [
@@ -114,8 +113,7 @@ class Aliases:
 
     def saved(self, source: bytes) -> None:
         """The turn with these generated ids is committed."""
-        with self._lock:
-            self._uncommitted.pop(_source_key(source), None)
+        self._uncommitted.drop(_source_key(source))
 
     def _keep(self, key: bytes, found: tuple[Alias, ...]) -> tuple[Alias, ...]:
         by_context: dict[bytes, Alias] = {}

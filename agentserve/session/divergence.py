@@ -26,6 +26,8 @@ from agentserve.protocol.items import (
 
 KEPT_CONTEXTS = 64
 KEPT_BYTES = 64 << 20
+TEXT_BYTES, ITEM_BYTES = 4, 400
+"""Of a token's characters, and of an item beside its text."""
 WINDOW_TOKENS = 8
 REMINDER = "<system-reminder>"
 
@@ -39,7 +41,8 @@ class _Told:
 
     @property
     def nbytes(self) -> int:
-        return self.ids.nbytes + (0 if self.as_sent is None else self.as_sent.nbytes)
+        ids = self.ids.nbytes + (0 if self.as_sent is None else self.as_sent.nbytes)
+        return ids + TEXT_BYTES * len(self.ids) + ITEM_BYTES * len(self.request.items)
 
 
 class Contexts:
@@ -52,6 +55,10 @@ class Contexts:
         self._bytes = 0
         self._next = 0
         self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._bytes
 
     def remember(
         self,

@@ -22,12 +22,12 @@ from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from agentserve.config import StoreConfig
 from agentserve.errors import ServerError, TurnFailure
 from agentserve.interfaces import SessionRow, StoredResponse
+from agentserve.kept import Kept
 from agentserve.protocol.responses import ResponseBody
 from agentserve.session import background, listing, rows, shared_items
 from agentserve.session.aliases import Aliases, forget_before, keys_of
 from agentserve.session.conversations import SqlConversations, append_turn
 from agentserve.session.database import DatabaseFileGone, advice, connect, tell_if_new, upgrade
-from agentserve.session.kept import Kept
 from agentserve.session.lineage import predecessor, shared_tokens
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class SqlStore:
         self._engine: Engine = connect(config.url, config.password_file)
         self._writer = self._engine.execution_options(writes=True)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
-        self._responses: Kept[StoredResponse] = Kept(KEPT_RESPONSE_BYTES)
-        self._contexts: Kept[tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
-        self._digests: Kept[tuple[bytes, ...]] = Kept(KEPT_DIGEST_BYTES)
+        self._responses: Kept[str, StoredResponse] = Kept(KEPT_RESPONSE_BYTES)
+        self._contexts: Kept[str, tuple[bytes, int]] = Kept(KEPT_CONTEXT_BYTES)
+        self._digests: Kept[str, tuple[bytes, ...]] = Kept(KEPT_DIGEST_BYTES)
         self.aliases = Aliases(self._engine)
         self.conversations = SqlConversations(self._read, self._write)
         self._background: set[str] = set()
@@ -86,7 +86,7 @@ class SqlStore:
         self._telling = asyncio.create_task(self._tell(), name="store-background")
 
     @property
-    def caches(self) -> Mapping[str, Kept[Any] | Aliases]:
+    def caches(self) -> Mapping[str, Kept[str, Any] | Aliases]:
         """What is kept in memory of the database, by what it is."""
         return {"responses": self._responses, "contexts": self._contexts, "digests": self._digests, "aliases": self.aliases}
 

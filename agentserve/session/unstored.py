@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from agentserve.interfaces import LINEAGE, SessionRow, StoredResponse
-from agentserve.session.kept import Kept
+from agentserve.kept import Kept
 from agentserve.session.lineage import predecessor
 
 SESSIONS = 1024
@@ -41,7 +41,7 @@ class Unstored:
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
-        self._contexts: Kept[bytes] = Kept(CONTEXT_BYTES)
+        self._contexts: Kept[str, bytes] = Kept(CONTEXT_BYTES)
 
     @property
     def size_bytes(self) -> int:

@@ -6,13 +6,13 @@ call, reasoning after text) starts the next one.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
+from agentserve.kept import PER_JSON_BYTE, Kept
 from agentserve.protocol.items import (
     CUSTOM_INPUT,
     MAX_DEPTH,
@@ -104,9 +104,19 @@ def call_arguments(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
     return {CUSTOM_INPUT: item.input} if isinstance(item, CustomToolCall) else _parsed(item.arguments)
 
 
-@functools.lru_cache(4096)
+PARSED: Kept[str, dict[str, Any]] = Kept(32 << 20)
+"""Arguments of calls, because a context brings all its calls again in every turn. Nobody writes to them."""
+
+
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Remembered, because a context brings all its calls again in every turn. Callers must not write to it."""
+    known = PARSED.get(arguments)
+    if known is None:
+        known = _parse(arguments)
+        PARSED.put(arguments, known, (PER_JSON_BYTE + 1) * len(arguments))
+    return known
+
+
+def _parse(arguments: str) -> dict[str, Any]:
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):

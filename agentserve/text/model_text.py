@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,6 +19,7 @@ from agentserve.dialects.registry import dialect_of, get_dialect
 from agentserve.dialects.stream import DialectParser
 from agentserve.errors import TurnFailure, UnsupportedValue
 from agentserve.interfaces import Rendered, RenderRequest
+from agentserve.kept import Kept
 from agentserve.protocol.items import OutputItem
 from agentserve.text.aliases import AliasBook, NoAliases, OwnAliases
 from agentserve.text.errors import TemplateError, TooManyTokens
@@ -50,6 +52,11 @@ class ModelText:
         if book is not None:
             book = OwnAliases(book, xxhash.xxh3_128_digest((directory / "tokenizer.json").read_bytes()))
         return cls(tokenizer, ChatTemplate.load(directory, tokenizer.config), dialect=dialect, book=book)
+
+    @property
+    def caches(self) -> Mapping[str, Kept[Any, Any]]:
+        """What is kept in memory of contexts that were rendered, beside their encoded texts."""
+        return {**self.planner.caches, "cuts": self.renderer.cuts}
 
     def render(self, request: RenderRequest) -> ExactRendered:
         """Ids of a context.

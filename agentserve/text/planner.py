@@ -5,10 +5,7 @@ No ids of text are made here; renderer.py does that.
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +13,7 @@ import xxhash
 
 from agentserve.dialects.base import Dialect
 from agentserve.interfaces import RenderRequest
+from agentserve.kept import Kept
 from agentserve.protocol.items import CustomToolCall, FunctionCall, InputText, Item, Message, encode_items
 from agentserve.text.aliases import call_claim, turn_key
 from agentserve.text.errors import TemplateError
@@ -28,8 +26,10 @@ from agentserve.text.tokenizer import Tokenizer
 from agentserve.text.tool_forms import ToolForms
 from statecache.types import MarkerTable
 
-KEPT_TURNS = 2048
-"""Assistant turns whose own layout is remembered."""
+OWN_TURN_BYTES = 32 << 20
+"""Of assistant turns whose own layout is remembered."""
+UNIT_BYTES = 300
+"""What a unit takes beside its text, with its one content."""
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class Planner:
         self._call_open = frozenset(markers.call_open)
         self._call_close = frozenset(markers.call_close)
         self._tool_forms = ToolForms()
-        self._own: OrderedDict[bytes, list[Unit]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._own: Kept[bytes, list[Unit]] = Kept(OWN_TURN_BYTES)
+        self.caches: Mapping[str, Kept[Any, Any]] = {"tools": self._tool_forms.kept, "turns": self._own}
 
     def plan(self, request: RenderRequest, *, prompt: bool) -> Plan:
         """Lay a context out. prompt: with the generation prompt. Raises TemplateError."""
@@ -94,10 +94,9 @@ class Planner:
         Item indices count from 0 in `items`. None if the template has no recognisable turn header.
         """
         key = xxhash.xxh3_128_digest(encode_items(tuple(items)) + bytes([thinking]))
-        with self._lock:
-            if key in self._own:
-                self._own.move_to_end(key)
-                return self._own[key]
+        known = self._own.get(key)
+        if known is not None:
+            return known
         user = Message(role="user", content=(InputText("u"),))
         request = RenderRequest(instructions=None, tools=(), items=(user, *items), thinking=thinking)
         layout = self._layout(request, prompt=False)
@@ -105,10 +104,7 @@ class Planner:
             return None
         turn = layout.turns[0]
         units = [_moved(u, [k - 1 for k in range(len(items) + 1)]) for u in layout.units[turn.start : turn.end]]
-        with self._lock:
-            self._own[key] = units
-            while len(self._own) > KEPT_TURNS:
-                self._own.popitem(last=False)
+        self._own.put(key, units, sum(UNIT_BYTES + len(u.text) + sum(len(c.text) for c in u.contents) for u in units))
         return units
 
     def _with_own_turns(self, layout: Layout, request: RenderRequest) -> Layout:
@@ -164,9 +160,15 @@ def claim_of(item: Item) -> bytes:
     return call_claim(item.name, call_arguments(item)) if isinstance(item, CustomToolCall) else b""
 
 
-@functools.lru_cache(4096)
+CLAIMS: Kept[tuple[str, str], bytes] = Kept(16 << 20)
+
+
 def _claim(name: str, arguments: str) -> bytes:
-    return call_claim(name, call_arguments(FunctionCall(call_id="", name=name, arguments=arguments)))
+    known = CLAIMS.get((name, arguments))
+    if known is None:
+        known = call_claim(name, call_arguments(FunctionCall(call_id="", name=name, arguments=arguments)))
+        CLAIMS.put((name, arguments), known, len(name) + len(arguments))
+    return known
 
 
 def _moved(unit: Unit, items: Sequence[int]) -> Unit:

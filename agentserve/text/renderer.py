@@ -6,7 +6,6 @@ next plan will ask for.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 import xxhash
 
 from agentserve.interfaces import Rendered, RenderRequest
+from agentserve.kept import Kept
 from agentserve.protocol.items import CustomToolCall, FunctionCall, Item, OutputItem
 from agentserve.text.aliases import Alias, AliasBook, call_key, stretch_key, turn_key
 from agentserve.text.cuts import find_cuts
@@ -22,8 +22,11 @@ from agentserve.text.planner import Plan, Planner, claim_of
 from agentserve.text.tokenizer import Tokenizer
 from statecache.types import MarkerTable
 
-KEPT_CUTS = 4096
-"""Sampled turns that are remembered cut at their markers."""
+CUT_BYTES = 16 << 20
+"""Of sampled turns that are remembered cut at their markers."""
+RUN_BYTES = 200
+"""What a stretch of ids takes beside them: headers of an array and a tuple."""
+Cuts = tuple[np.ndarray, list[tuple[int | None, np.ndarray]]]
 _EMPTY = np.empty(0, np.uint32)
 
 
@@ -59,7 +62,7 @@ class Renderer:
         self._markers = markers
         self._book = book
         self._marker_ids = np.array(sorted(tokenizer.marker_by_id), np.uint32)
-        self._cut = functools.lru_cache(KEPT_CUTS)(self._cut_ids)
+        self.cuts: Kept[bytes, Cuts] = Kept(CUT_BYTES)
 
     # ── render ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,9 +183,13 @@ class Renderer:
             out[target] = run
         return out
 
-    def _cut_ids(self, ids: bytes) -> tuple[np.ndarray, list[tuple[int | None, np.ndarray]]]:
-        exact = np.frombuffer(ids, "<u4").astype(np.uint32)
-        return exact, list(self._runs(exact))
+    def _cut(self, ids: bytes) -> Cuts:
+        known = self.cuts.get(ids)
+        if known is None:
+            exact = np.frombuffer(ids, "<u4").astype(np.uint32)
+            known = exact, list(self._runs(exact))
+            self.cuts.put(ids, known, 2 * len(ids) + RUN_BYTES * len(known[1]))
+        return known
 
     def _runs(self, ids: np.ndarray) -> Iterator[tuple[int | None, np.ndarray]]:
         """Ids cut at markers: (marker id, [id]) and (None, ids between)."""

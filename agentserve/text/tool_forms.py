@@ -6,34 +6,29 @@ another prompt; as JSON it is the same tool. Order of tools and of arrays is the
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 import xxhash
 
+from agentserve.kept import PER_JSON_BYTE, Kept
 from agentserve.protocol.items import Tool
 
-KEPT_TOOLS = 2048
+KEPT_BYTES = 32 << 20
 
 
 class ToolForms:
     """First forms of the newest tools, per salt. Thread-safe."""
 
-    def __init__(self, kept: int = KEPT_TOOLS) -> None:
-        self._limit = kept
-        self._first: OrderedDict[bytes, Tool] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self.kept: Kept[bytes, Tool] = Kept(kept_bytes)
         self._canonical = msgspec.json.Encoder(order="sorted")
 
     def first(self, tools: Sequence[Tool], salt: bytes) -> tuple[Tool, ...]:
         """The same tools, each with its keys in the order in which this salt first sent them."""
-        keys = [xxhash.xxh3_128_digest(b"%d:" % len(salt) + salt + self._canonical.encode(tool)) for tool in tools]
-        with self._lock:
-            found = tuple(self._first.setdefault(key, tool) for key, tool in zip(keys, tools, strict=True))
-            for key in keys:
-                self._first.move_to_end(key)
-            while len(self._first) > self._limit:
-                self._first.popitem(last=False)
-        return found
+        return tuple(self._first(tool, salt) for tool in tools)
+
+    def _first(self, tool: Tool, salt: bytes) -> Tool:
+        said = self._canonical.encode(tool)
+        key = xxhash.xxh3_128_digest(b"%d:" % len(salt) + salt + said)
+        return self.kept.setdefault(key, tool, PER_JSON_BYTE * len(said))

@@ -316,7 +316,7 @@ def test_saved_is_what_the_context_as_sent_does_not_share() -> None:
 
 
 def test_what_was_sent_counts_among_the_bytes_that_are_kept() -> None:
-    contexts = Contexts(kept_bytes=4 * 100)
+    contexts = Contexts(kept_bytes=8 * 90)
     told(contexts, "x" * 40, "y" * 40)
     told(contexts, "z" * 40, None)
     assert saved(contexts, "x" * 40, "y" * 40, 40) is None, "the first had to go"

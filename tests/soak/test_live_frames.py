@@ -66,6 +66,7 @@ class Fuzz:
 
     def __init__(self, server: LabServer, made: Made, until: float) -> None:
         self.server = server
+        self.url = f"ws://127.0.0.1:{server.port}/v1/responses"
         self.made = made
         self.until = until
         self.outcomes: Counter[str] = Counter()
@@ -98,7 +99,7 @@ class Fuzz:
         for kind, bodies in FRAMES.items():
             frames = [changed(rng, {"type": kind, **body}, self.all) for body in bodies(self.made)]
             self.outcomes[kind] += await self._outlived([{**frame, "type": kind} for frame in frames])
-        async with connect(f"ws://127.0.0.1:{self.server.port}/v1/responses", max_size=None) as socket:
+        async with connect(self.url, max_size=None, open_timeout=PATIENCE_S) as socket:
             lanes: dict[Any, list[dict[str, Any]]] = {}
             await socket.send(json.dumps({"type": "response.create", "input": "hi"}))
             until = asyncio.get_running_loop().time() + PATIENCE_S
@@ -131,7 +132,7 @@ class Fuzz:
         while self.going():
             known: list[str] = []
             lanes: dict[Any, list[dict[str, Any]]] = {}
-            async with connect(f"ws://127.0.0.1:{self.server.port}/v1/responses", max_size=None) as socket:
+            async with connect(self.url, max_size=None, open_timeout=PATIENCE_S) as socket:
                 for _ in range(rng.randrange(1, 30)):
                     await socket.send(frame(rng, known))
                     patience_s = 0.005 if rng.random() < 0.6 else 0.1

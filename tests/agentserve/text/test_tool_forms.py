@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from agentserve.kept import ENTRY_BYTES, PER_JSON_BYTE
 from agentserve.protocol.items import FunctionTool
 from agentserve.text.tool_forms import ToolForms
 from tests.agentserve.text.models import FAMILIES, model
@@ -32,8 +34,8 @@ def test_the_order_of_keys_does_not_change_a_prompt(family: str):
 
 
 def test_each_salt_keeps_its_own_order_and_memory_is_bounded():
-    forms = ToolForms(kept=2)
     one, turned = weather(city=CITY, days=DAYS), weather(days=DAYS, city=CITY)
+    forms = ToolForms(kept_bytes=2 * (PER_JSON_BYTE * len(msgspec.json.encode(one)) + ENTRY_BYTES))
     assert forms.first([one], b"a") == (one,)
     assert forms.first([turned], b"a")[0] is one
     assert forms.first([turned], b"b")[0] is turned
