@@ -45,6 +45,9 @@ FAILED_STATUS = {"context_length_exceeded": 400, "invalid_value": 400, "invalid_
 """HTTP status of a failed turn that was not streamed; 500 for the rest."""
 BODY_S = 30.0
 """Longest wait for the next piece of a body: a client that lost its network in the middle of one never ends it."""
+BODY_WHOLE_S = 60.0
+BODY_RATE = 4096
+"""A body may take a minute, and a second more for each so many bytes: with a byte every 29 s it would last for years."""
 HUNG_UP = 499
 """Status of what nobody waits for any more."""
 
@@ -107,14 +110,19 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise MessageTooLarge(f"a body of {said} bytes, at most {limit} are accepted")
     parts: list[bytes] = []
     size = 0
-    pieces = request.stream()
+    pieces, clock = request.stream(), asyncio.get_running_loop().time
+    begun = clock()
     while True:
+        left_s = begun + BODY_WHOLE_S + size / BODY_RATE - clock()
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(min(BODY_S, left_s)):
                 part = await anext(pieces, None)
         except TimeoutError:
-            whole = "without an end" if said is None else f"of {said}"
-            raise BodyTooSlow(f"no more of the body for {BODY_S:g} s, after {size} bytes {whole}") from None
+            came = f"{size} bytes {'without an end' if said is None else f'of {said}'}"
+            if left_s > BODY_S:
+                raise BodyTooSlow(f"no more of the body for {BODY_S:g} s, after {came}") from None
+            allowed = f"{BODY_WHOLE_S:g} s and one more for each {BODY_RATE} bytes are allowed"
+            raise BodyTooSlow(f"the body comes too slowly: {came} in {clock() - begun:.1f} s; {allowed}") from None
         if part is None:
             return b"".join(parts)
         size += len(part)

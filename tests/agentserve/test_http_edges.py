@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import re
 import socket
 from collections.abc import Iterator
 
@@ -43,6 +45,33 @@ def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, fr
     error = json.loads(body)["error"]
     assert error["code"] == "request_timeout"
     assert "0.2 s, after 1 bytes" in error["message"]
+
+
+def test_a_body_that_comes_byte_by_byte_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentserve.http.BODY_WHOLE_S", 0.3)
+    with running() as server, socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+        raw.sendall(POST + b"Content-Length: 5000\r\n\r\n")
+        raw.settimeout(0.02)  # a byte then, so that it never stops coming
+        got = b""
+        while not got:
+            raw.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                got = raw.recv(65536)
+    assert got.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in got.lower()
+    assert re.search(rb"the body comes too slowly: \d+ bytes of 5000 in [\d.]+ s; 0.3 s and one more for each 4096 bytes", got)
+
+
+def test_what_has_come_of_a_body_gives_the_rest_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentserve.http.BODY_WHOLE_S", 0.0)
+    monkeypatch.setattr("agentserve.http.BODY_RATE", 1.0)
+    monkeypatch.setattr("agentserve.http.BODY_S", 60.0)
+    body = b'{"input": "x"}' + b" " * 600
+    with running() as server:
+        answer = told(server, POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        late = POST + b"Content-Length: 100\r\n\r\n"
+        assert b"too slowly: 0 bytes of 100 in" in told(server, late)
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
