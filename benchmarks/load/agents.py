@@ -19,6 +19,8 @@ from benchmarks.load.recorded import Deck, Turn
 from benchmarks.traces.data import MAGAGENT, MINISWE, records
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
+PAUSE_S = 0.5
+"""Before a lone turn, in which nobody asks: an agent alone pauses too, and a machine that has just computed is faster."""
 CHARACTERS_PER_TOKEN = 1.88
 """Of the demo model's tokenizer on this text; what a turn really had is in its usage."""
 
@@ -36,13 +38,15 @@ class Behaviour:
 
 @dataclass
 class Asked:
-    """One turn. behind: tokens of the context that it goes on from. lone_s: what it takes alone, as far as that is known.
-    predicted, warned: as the first of the server's own events said. ends: terminal event, or what cut it short."""
+    """One turn. suffix: tokens that it adds. behind: tokens of the prompt before it, again: of the answer to that one.
+    lone_s: what it takes alone, as far as that is known. predicted, warned: as the first of the server's own events said.
+    ends: terminal event, or what cut it short."""
 
     at: float
     suffix: int
     behind: int
     lone_s: float
+    again: int = 0
     created: float | None = None
     ttft: float | None = None
     predicted: float | None = None
@@ -55,6 +59,12 @@ class Asked:
     """(when, how long) between two deltas."""
     ends: str = ""
     response_id: str = ""
+
+    @property
+    def new(self) -> int:
+        """Tokens to compute. The answer's are among them: the template shows one that is over without the empty thinking that
+        it began with, so that its saved state is of another context."""
+        return self.suffix + self.again
 
     @property
     def deadline_s(self) -> float:
@@ -86,7 +96,8 @@ class Corpus:
 
 
 class Session:
-    """A conversation over one socket at a time. chain: answers so far, the newest last."""
+    """A conversation over one socket at a time. chain: answers so far, the newest last, each with the tokens of its prompt and
+    its own."""
 
     def __init__(self, port: int, corpus: Corpus, rng: random.Random, behaviour: Behaviour, most_context: int) -> None:
         self._port = port
@@ -95,13 +106,23 @@ class Session:
         self.behaviour = behaviour
         self._most_context = most_context
         self._socket: Socket | None = None
-        self._chain: list[tuple[str, int]] = []
+        self._chain: list[tuple[str, int, int]] = []
         self.busy = False
 
     @property
     def length(self) -> int:
         """Tokens of its context."""
+        return self.behind + self.again
+
+    @property
+    def behind(self) -> int:
+        """Tokens of the prompt that was answered last."""
         return self._chain[-1][1] if self._chain else 0
+
+    @property
+    def again(self) -> int:
+        """Tokens of that answer."""
+        return self._chain[-1][2] if self._chain else 0
 
     @property
     def answers(self) -> int:
@@ -122,15 +143,15 @@ class Session:
                 self.close()
             if len(self._chain) > 1 and rng.random() < behaviour.edit:
                 self._chain.pop()
-            while self._chain and self._chain[-1][1] + suffix + output > self._most_context:
+            if self.length + suffix + output > self._most_context:
                 self._chain.clear()
-            return await self._turn(suffix, output, lone_s(suffix, self.length))
+            return await self._turn(suffix, output, lone_s(suffix + self.again, self.behind))
         finally:
             self.busy = False
 
     async def _turn(self, suffix: int, output: int, lone_s: float) -> Asked:
         rng, behaviour = self._rng, self.behaviour
-        asked = Asked(time.monotonic(), suffix, self.length, lone_s)
+        asked = Asked(time.monotonic(), suffix, self.behind, lone_s, self.again)
         cut_at = rng.randrange(1, output + 1) if rng.random() < behaviour.cancel + behaviour.vanish else 0
         vanish = rng.random() < behaviour.vanish / max(1e-9, behaviour.cancel + behaviour.vanish)
         body: dict[str, Any] = {
@@ -192,7 +213,7 @@ class Session:
                 asked.cached = usage["input_tokens_details"]["cached_tokens"]
             asked.ends = response["status"]
             if kind != "response.failed" and usage:
-                self._chain.append((response["id"], usage["total_tokens"]))
+                self._chain.append((response["id"], usage["input_tokens"], usage["output_tokens"]))
             elif response.get("error"):
                 asked.ends = response["error"]["code"]
         elif kind == "error" and event["error"].get("param") == "response_id":
@@ -234,32 +255,42 @@ class Crowd:
         session.close()
         return asked
 
-    async def behind(self, output: int, times: Callable[[int], int], contexts: int = CONTEXTS) -> list[Asked]:
-        """One session alone: each size, as often as `times` says, behind nothing and behind contexts that are evenly spread up
-        to the longest one."""
-        session, asked = self._session(), []
-        await session.ask(64, output)  # what only the first turn of a server takes
-        session.back_to(0)
-        for place in range(contexts):
-            wanted = self._most_context * place // contexts
-            if wanted > session.length:
-                await session.ask(max(16, wanted - session.length), 1)
-            answers = session.answers
+    async def behind(
+        self, output: int, times: Callable[[int], int], contexts: int = CONTEXTS, pause_s: float = PAUSE_S
+    ) -> list[Asked]:
+        """Turns alone: each size, as often as `times` says, behind nothing and behind contexts that are evenly spread up to the
+        longest one. All by chance: what is asked of one context twice in a row finds it in the processor's caches, and a
+        machine that is slow for a while is so for all sizes."""
+        sessions = [self._session() for _ in range(contexts)]
+        turns = list[tuple[Session, int]]()
+        for place, session in enumerate(sessions):
+            if wanted := self._most_context * place // contexts:
+                await session.ask(wanted, 1)
             for size in sizes_behind(session.length, self._most_context - output):
-                for _ in range(times(size)):
-                    asked.append(await session.ask(size, output))
-                    session.back_to(answers)
-        session.close()
+                turns += [(session, size)] * times(size)
+        asked = await self._one_by_one(self._rng.sample(turns, len(turns)), output, pause_s)
+        for session in sessions:
+            session.close()
         return asked
 
-    async def apart(self, work: Sequence[Turn], sessions: Sequence[Session], output: int) -> list[Asked]:
-        """A turn of each session, one after the other; all go on from where they were."""
-        asked = []
-        for session in sessions:
-            turn, answers = self._rng.choice(work), session.answers
+    async def apart(
+        self, work: Sequence[Turn], sessions: Sequence[Session], output: int, rounds: int = 1, pause_s: float = PAUSE_S
+    ) -> list[Asked]:
+        """Turns of each session, alone like those; all go on from where they were."""
+        turns = list[tuple[Session, int]]()
+        for session in (*sessions,) * rounds:
+            turn = self._rng.choice(work)
             if session.length + turn.suffix + output <= self._most_context:
-                asked.append(await session.ask(turn.suffix, output, self._lone_s))
-                session.back_to(answers)
+                turns.append((session, turn.suffix))
+        return await self._one_by_one(turns, output, pause_s)
+
+    async def _one_by_one(self, turns: Sequence[tuple[Session, int]], output: int, pause_s: float) -> list[Asked]:
+        asked = []
+        for session, size in turns:
+            await asyncio.sleep(pause_s)
+            answers = session.answers
+            asked.append(await session.ask(size, output, self._lone_s))
+            session.back_to(answers)
         return asked
 
     async def grown(self, agents: int) -> list[Session]:

@@ -34,6 +34,8 @@ from benchmarks.load.recorded import Turn, recorded_sessions
 from benchmarks.load.server import ENGINES, LabServer, lab_server
 
 LONE_OUTPUT = 4
+APART = 2
+"""Lone turns of each session that lone times are held against."""
 OFTEN = 1024
 """Lone turns of no more tokens are played several times: what holds one up for a moment counts for more in them."""
 
@@ -74,8 +76,8 @@ class Memory:
 
 
 def summary(asked: Sequence[Asked], lone: Lone) -> dict[str, Any]:
-    """Of turns that were not cut short. Shares are of those turns. stretch: TTFT ÷ the median of lone ones of the same suffix
-    behind any context; own_stretch: ÷ the turn's own lone TTFT."""
+    """Of turns that were not cut short. Shares are of those turns. stretch: TTFT ÷ the median of lone ones with as much to
+    compute behind any context; own_stretch: ÷ the turn's own lone TTFT."""
     ended: dict[str, int] = {}
     for turn in asked:
         ended[turn.ends] = ended.get(turn.ends, 0) + 1
@@ -83,7 +85,7 @@ def summary(asked: Sequence[Asked], lone: Lone) -> dict[str, Any]:
     if not turns:
         return {"turns": 0, "ended": ended}
     ttft = sorted(t.ttft or 0.0 for t in turns)
-    stretch = sorted((t.ttft or 0.0) / max(1e-3, lone.usual_s(t.suffix)) for t in turns)
+    stretch = sorted((t.ttft or 0.0) / max(1e-3, lone.usual_s(t.new)) for t in turns)
     own_stretch = sorted((t.ttft or 0.0) / max(1e-3, t.lone_s) for t in turns)
     gaps = sorted(gap for t in turns for _, gap in t.gaps)
     told = [t for t in turns if t.predicted is not None]
@@ -126,7 +128,7 @@ async def measure(
         )
         sessions = await plain.grown(options.agents)
         crowd = Crowd(server.port, seed=options.seed, behaviour=behaviour, most_context=options.context, lone_s=lone.own_s)
-        apart = await crowd.apart(turns, sessions, LONE_OUTPUT)
+        apart = await crowd.apart(turns, sessions, LONE_OUTPUT, APART)
         with using(server, cores, "capacity"):
             capacity, same = await plain.closed(options.agents, turns, options.capacity_s, sessions)
         with using(server, cores, "load"):
@@ -149,7 +151,7 @@ async def measure(
 
 def measured(alone: Sequence[Asked], room: int) -> Lone:
     """room: see Lone. Raises RuntimeError where nothing was answered."""
-    points = [(t.behind, t.suffix, t.ttft) for t in alone if t.ttft is not None]
+    points = [(t.behind, t.new, t.ttft) for t in alone if t.ttft is not None]
     if not points:
         raise RuntimeError(f"no turn was answered: {[t.ends for t in alone]}")
     return Lone(points, room)
@@ -181,6 +183,7 @@ def write_turns(path: Path, asked: Sequence[Asked]) -> None:
                 "at_s": round(t.at - begun, 3),
                 "suffix": t.suffix,
                 "behind": t.behind,
+                "again": t.again,
                 "restored": t.cached,
                 "computed": t.prompt - t.cached,
                 "ttft_s": t.ttft,

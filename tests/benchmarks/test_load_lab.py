@@ -154,12 +154,12 @@ async def test_a_cancel_that_comes_too_late_is_no_end_of_the_next_turn(server: L
 def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_in_the_middle(server: LabServer) -> None:
     async def run() -> tuple[list[Asked], list[int], list[Asked], list[Asked]]:
         crowd = Crowd(
-            server.port, seed=5, behaviour=Behaviour(), most_context=6000, lone_s=lambda suffix, behind: suffix + behind / 1e6
+            server.port, seed=5, behaviour=Behaviour(), most_context=6000, lone_s=lambda new, behind: new + behind / 1e6
         )
-        alone = await crowd.behind(4, lambda size: 2 if size == 64 else 1, contexts=3)
+        alone = await crowd.behind(4, lambda size: 2 if size == 64 else 1, contexts=3, pause_s=0.0)
         sessions = await crowd.grown(4)
         lengths = [session.length for session in sessions]
-        apart = await crowd.apart([Turn(0, 0, 50, 4)], sessions, 4)
+        apart = await crowd.apart([Turn(0, 0, 50, 4)], sessions, 4, rounds=2, pause_s=0.0)
         assert [session.length for session in sessions] == lengths, "they go on from where they were"
         per_second, same = await crowd.closed(4, [Turn(0, 0, 50, 4)], 0.2, sessions)
         assert per_second > 0
@@ -172,13 +172,19 @@ def test_a_lone_agent_is_asked_behind_contexts_of_any_length_and_a_crowd_begins_
     # The real numbers of tokens are as the text has it, so a third more or less.
     none, some, most = sorted({t.behind for t in alone})
     assert none == 0 < 1000 < some < 3000 < most < 6000
-    assert [t.suffix for t in alone if t.behind == 0] == [64, 64, 256, 1024, 4096, 5996]
-    assert [t.suffix for t in alone if t.behind == most] == [64, 64, *sizes_behind(most, 5996)[1:]]
+    assert sorted(t.suffix for t in alone if t.behind == 0) == [64, 64, 256, 1024, 4096, 5996]
+    assert sorted(t.suffix for t in alone if t.behind == most) == [64, 64, *sizes_behind(most + 1, 5996)[1:]]
+    assert [t.behind for t in alone] != sorted(t.behind for t in alone), "contexts take turns"
+    assert {(t.behind > 0, t.again) for t in alone} == {(False, 0), (True, 1)}, "contexts end with an answer of one token"
     assert all(0.6 * t.behind <= t.cached <= t.behind + 8 for t in alone if t.suffix == 64), "all contexts begin alike"
     assert len(set(lengths)) == 4
-    assert [(t.suffix, t.lone_s) for t in apart] == [(50, 50 + t.behind / 1e6) for t in apart]
-    assert sorted(t.behind for t in apart) == sorted(lengths)
-    assert all(t.lone_s == t.suffix + t.behind / 1e6 for t in asked)
+    assert [(t.suffix, t.new, t.lone_s) for t in apart] == [(50, 51, 51 + t.behind / 1e6) for t in apart]
+    assert [t.behind + t.again for t in apart] == lengths * 2
+    assert all(t.lone_s == t.suffix + t.again + t.behind / 1e6 for t in asked)
+    later = [t for t in asked if t.again == 4]
+    assert later
+    computed = [t.prompt - t.cached - t.new for t in later]
+    assert -20 < min(computed) <= max(computed) < 40, "the answer before is computed again, and the template's own tokens"
     assert max(t.cached for t in asked) > min(lengths) // 2
 
 
