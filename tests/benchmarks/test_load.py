@@ -159,5 +159,9 @@ def test_a_crowd_behind_the_workers_own_loop_is_on_time_and_foretold_and_leaves_
     assert sorted({turn.asked_at for turn in played}) == [turn.asked_at for turn in played], "at their times, not at once"
     lab.engine.check()
     assert (lab.loop.running, lab.bridge.pins) == (0, 0)
+    lab.clock.until(lab.clock.ns // 1000 + 3_600_000_000)
+    ages = [row.age_s for row in lab.bridge.checkpoints(played[-1].agent.name)]
+    assert ages
+    assert min(ages) >= 3600, "states age, and leave, by the virtual clock"
     again, _ = VirtualAgents(virtual.Lab(SMALL, clock=UnsteadyClock(0.05, 2)), load).play(turns)
     assert [turn.ttft for turn in again] == [turn.ttft for turn in played], "the same figures on any machine"
