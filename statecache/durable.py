@@ -99,7 +99,7 @@ class SavedStates:
         if self.writer is not None:
             self.writer.on_idle = call
 
-    def close(self, limit_s: float = 4.0, *, everything: bool = True) -> None:
+    def close(self, limit_s: float = 60.0, *, everything: bool = True) -> None:
         """Write what only memory has, newest first, for `limit_s` seconds at most; then let go of the directory.
 
         everything False: only what was chosen to be written.

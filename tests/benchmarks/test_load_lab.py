@@ -210,7 +210,7 @@ def settled(server: LabServer) -> dict[str, float]:
 
     async def run() -> dict[str, float]:
         counters: dict[str, float] = {}
-        for _ in range(200):
+        for _ in range(1200):
             counters = server.counters()
             busy = counters["agentserve_active_responses"] + counters["agentserve_open_sockets"]
             if not busy and not counters.get('agentserve_worker_counter{name="turns",worker="demo/0"}', 1):

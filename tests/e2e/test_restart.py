@@ -40,6 +40,7 @@ def goes_on_from_disk(server: PrivateServer, response: dict, known: int) -> tupl
 def test_a_long_session_is_restored_from_disk_after_an_end_in_order_and_after_a_kill(own_server: PrivateServer) -> None:
     server = own_server
     response, known = long_session(server)
+    wait_until(lambda: counter(server.target, 'agentserve_worker_counter{name="write_back_waiting",') == 0)
     assert server.stop() == 0
     response, longer = goes_on_from_disk(server, response, known)
     assert 0.99 * longer > known, "what the first server wrote would do after the kill"

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.load.lab import Memory
 from benchmarks.load.server import LabServer
 
-SETTLED = 200
+SETTLED = 1200
 """Looks, 50 ms apart, at whether the server has come to rest."""
 GROWTH_MIB = 24.0
 """Of either process between a third of the time and its end: caches that fill and the allocator's slack, in a long run."""

@@ -23,6 +23,10 @@ SETTINGS = ("model.ram_cache_bytes=4194304", "model.disk_cache_bytes=8388608", "
 """Full within a few minutes, so that a long run is one of tiers that evict: what grows then is no cache that fills."""
 
 
+WANTED = ("incomplete", "cancelled", "vanished")
+"""How some turns must have ended."""
+
+
 def pages_in_use(counters: dict[str, float]) -> float:
     return (
         counters['agentserve_worker_kv_pages{state="total",worker="demo/0"}']
@@ -49,14 +53,15 @@ async def soak(server: LabServer, minutes: float, stays: bool) -> None:
     ends: Counter[str] = Counter()
     # In pieces, so that what the test itself remembers does not grow with the time.
     pieces = max(1, round(minutes))
-    for _ in range(pieces):
+    begun = 0
+    while begun < pieces or min(ends[name] for name in WANTED) == 0:  # what few agents do in a short one is left to chance
+        begun += 1
         asked = await crowd.open(16, work(most=600, output=16), 3.0, minutes * 60 / pieces)
         ends.update(turn.ends for turn in asked)
     sampling.cancel()
     await one_turn(quiet)
     counters = await settle(server)
-    assert set(ends) <= {"completed", "incomplete", "cancelled", "vanished"}, ends
-    assert min(ends[name] for name in ("incomplete", "cancelled", "vanished")) > 0, ends
+    assert set(ends) <= {"completed", *WANTED}, ends
     if not stays:
         assert counters['agentserve_worker_counter{name="holds",worker="demo/0"}'] == 0
         assert pages_in_use(counters) == 0, "nothing runs and nothing is held, so every page is free"

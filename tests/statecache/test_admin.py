@@ -177,7 +177,7 @@ def test_what_a_server_evicts_and_writes_while_it_is_verified_is_no_finding(stat
             for position in (100, 700):
                 save(states.cache, TOKENS, position)
             assert states.writer is not None
-            assert states.writer.flush(20.0)
+            assert states.writer.flush(60.0)
 
     assert admin.verify(described, meanwhile) == []
     assert len(looked_at) > 1

@@ -152,7 +152,7 @@ def test_a_pin_outlives_a_kill_even_of_what_was_in_memory_only(tmp_path, databas
     save(first.cache, tokens, 200, session="a")
     assert first.cache.pin(checkpoint, "a")
     assert first.writer is not None
-    assert first.writer.flush(20.0)
+    assert first.writer.flush(60.0)
     killed(first)
     second = states(tmp_path, database_url)
     assert [(i.position, i.pinned) for i in second.cache.checkpoints("a")] == [(100, True)]
@@ -168,7 +168,7 @@ def test_only_the_newest_lists_are_kept(tmp_path, database_url, monkeypatch):
         if number == 0:
             first.cache.pin(checkpoint, "s0")
         assert first.writer is not None
-        assert first.writer.flush(20.0)
+        assert first.writer.flush(60.0)
         assert first.ledger is not None
         assert first.ledger.flush()
     first.close()
@@ -364,7 +364,7 @@ def test_rows_are_told_to_the_database_a_few_seconds_at_a_time_and_pins_at_once(
     def write(position: int) -> int:
         saved.append(save(opened.cache, tokens, position).checkpoint_id or "")
         opened.cache.want(saved[-1:])
-        assert writer.flush(20.0)
+        assert writer.flush(60.0)
         return len(rows(url))
 
     assert write(30) == 1, "nothing was told for long"
@@ -376,7 +376,7 @@ def test_rows_are_told_to_the_database_a_few_seconds_at_a_time_and_pins_at_once(
     assert write(50) == 4
     assert write(55) == 4
     assert opened.cache.pin(saved[-1], "somebody")
-    assert writer.flush(20.0)
+    assert writer.flush(60.0)
     assert len(rows(url)) == 5
     assert not ledger.waiting
     write(45)

@@ -81,7 +81,7 @@ def test_an_index_that_is_damaged_while_it_is_written_is_begun_anew(tmp_path):
         connection.execute("ALTER TABLE segments RENAME COLUMN used_at TO used_au")
         connection.commit()
     save(again.cache, context(9, 300), 250)
-    assert again.writer.flush(20.0, everything=True)
+    assert again.writer.flush(60.0, everything=True)
     assert again.ledger is not None
     assert again.ledger.flush(), "it need not be waited for"
     assert (tmp_path / "checkpoints.db.bad").exists()

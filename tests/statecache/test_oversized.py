@@ -59,14 +59,14 @@ def test_a_context_larger_than_memory_is_saved_and_survives_a_restart(tmp_path) 
     assert first.writer is not None
     for position in (*range(200, 4_000, 200), 4_000):
         save(first.cache, tokens, position, logits=position == 4_000, session="s")
-        while not first.writer.flush(20.0):
+        while not first.writer.flush(60.0):
             pass
         close_books(first.cache)
         assert first.cache.stats().tiers["ram"].used_bytes <= RAM
     infos = {i.position: i for i in first.cache.checkpoints("s")}
     assert infos[4_000].tier == "disk"
     assert best(first.cache, tokens[:4_000]) == 4_000
-    first.close(20.0)
+    first.close(60.0)
     second = open_states(NAMESPACE, LAYOUT, RAM, disk)
     assert best(second.cache, tokens) == 4_000
     assert best(second.cache, tokens[:3_333]) == 3_200

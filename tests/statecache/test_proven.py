@@ -38,7 +38,7 @@ def put(states: SavedStates, tokens, position: int, *, proven: bool = False, ses
 
 def flush(states: SavedStates) -> None:
     assert states.writer is not None
-    while not states.writer.flush(20.0):
+    while not states.writer.flush(60.0):
         pass
     close_books(states.cache)
 
@@ -59,7 +59,7 @@ def test_it_is_found_after_a_restart_only_if_it_was_proven(tmp_path: Path, ram: 
             states.cache.prove([placed, "unknown"] if session == "good" else [])
     flush(states)
     assert best(states.cache, tokens) == best(states.cache, other) == 3_000, "both serve this process"
-    states.close(20.0)
+    states.close(60.0)
     again = opened(tmp_path, ram)
     close_books(again.cache)
     assert not list(tmp_path.glob("*/tmp-*"))
@@ -84,7 +84,7 @@ def test_nothing_has_a_name_on_disk_or_a_row_before_it_is_proven(tmp_path: Path)
     flush(states)
     assert not tier.unsealed
     assert tier.used_bytes == on_disk(tier.root)
-    states.close(20.0)
+    states.close(60.0)
     database = connect(f"sqlite:///{tmp_path / 'checkpoints.db'}")
     with database.connect() as connection:
         assert len(known(connection, NAMESPACE)) == files(tmp_path) > len(ids) // 2
@@ -100,7 +100,7 @@ def test_what_is_proven_brings_what_it_builds_on(tmp_path: Path) -> None:
         flush(states)
     put(states, tokens, 3_000, proven=True)
     flush(states)
-    states.close(20.0)
+    states.close(60.0)
     again = opened(tmp_path, SMALL)
     assert best(again.cache, tokens) == 3_000
     assert best(again.cache, tokens[:2_900]) == 0, "a state of its own is not proven by one behind it"
@@ -154,7 +154,7 @@ def test_what_is_spoiled_goes_wherever_it_is_and_nothing_proven_does(tmp_path: P
     flush(states)
     assert best(cache, tokens) == 200
     assert [info.id for info in cache.checkpoints()] == [good]
-    states.close(20.0)
+    states.close(60.0)
     again = opened(tmp_path, SMALL)
     assert best(again.cache, tokens) == 200
     again.close()

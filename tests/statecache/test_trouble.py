@@ -48,7 +48,7 @@ def opened(tmp_path: Path, database_url: str) -> Iterator[Callable[..., SavedSta
         return made[-1]
 
     yield make
-    made[-1].close(20.0)
+    made[-1].close(60.0)
 
 
 def a_turn(states: SavedStates, seed: int, tokens: int = 150) -> None:
@@ -62,7 +62,7 @@ def a_turn(states: SavedStates, seed: int, tokens: int = 150) -> None:
 
 def flush(states: SavedStates) -> bool:
     assert states.writer is not None
-    return states.writer.flush(20.0)
+    return states.writer.flush(60.0)
 
 
 def count(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -72,7 +72,7 @@ def count(caplog: pytest.LogCaptureFixture, text: str) -> int:
 def alone(states: SavedStates) -> None:
     """End the writing thread: from now on flush() writes, and the ledger is used by nobody else."""
     assert states.writer is not None
-    states.writer.close(20.0)
+    states.writer.close(60.0)
 
 
 def rows_are_files(states: SavedStates, root: Path, url: str) -> None:
@@ -123,7 +123,7 @@ def test_a_disk_that_refuses_writes_costs_no_turn_and_is_used_again(
     close_books(states.cache)
     assert not list(tmp_path.glob("states/*/tmp-*"))
     rows_are_files(states, tmp_path, database_url)
-    states.close(20.0)
+    states.close(60.0)
     again = opened()
     assert all(best(again.cache, context(seed, 150)) == 149 for seed in (1, 7, 8, 9))
 
@@ -157,7 +157,7 @@ def test_a_throttled_disk_costs_no_turn_and_is_told_once(
     assert (count(caplog, TOO_SLOW), count(caplog, KEEPS_UP), count(caplog, IN_MEMORY)) == (1, 1, 0)
     close_books(states.cache)
     rows_are_files(states, tmp_path, database_url)
-    states.close(20.0)
+    states.close(60.0)
     assert best(opened().cache, context(100, 150)) == 149
 
 
@@ -207,7 +207,7 @@ def test_a_database_that_is_gone_costs_no_turn_and_is_told_once(
         assert states.cache.evict(states.cache.checkpoints()[0].id)
     rows_are_files(states, tmp_path, url)
     assert (count(caplog, NO_INDEX), count(caplog, INDEX)) == (1, 1)
-    states.close(20.0)
+    states.close(60.0)
 
 
 def test_a_smaller_quota_under_load_costs_no_turn_and_a_larger_one_is_used_at_once(
@@ -303,7 +303,7 @@ def test_a_directory_that_is_deleted_under_its_process_is_made_again(
     assert {info.tiers for info in states.cache.checkpoints()} == {("ram", "disk")}
     close_books(states.cache)
     rows_are_files(states, tmp_path, database_url)
-    states.close(20.0)
+    states.close(60.0)
     again = opened()
     for seed in range(1, 8):
         assert best(again.cache, context(seed, 150)) == 149
@@ -363,4 +363,4 @@ def test_what_it_lay_in_is_not_made_again_and_may_be_put_back(tmp_path: Path, ca
         assert (count(caplog, IN_MEMORY), count(caplog, ON_DISK), count(caplog, MADE_AGAIN)) == (1, 1, 0)
         assert {info.tiers for info in states.cache.checkpoints()} == {("ram", "disk")}
     finally:
-        states.close(20.0)
+        states.close(60.0)

@@ -25,7 +25,7 @@ from tests.statecache.world import LAYOUT, NAMESPACE, SALT, close_books, context
 
 
 def settle(writer: Writer) -> None:
-    assert writer.flush(20.0)
+    assert writer.flush(60.0)
 
 
 def states(tmp_path, **kwargs):
@@ -80,7 +80,7 @@ def test_saves_and_matches_do_not_wait_for_the_disk(tmp_path):
         assert save(cache, context(100 + seed, 150), 140).checkpoint_id
         assert best(cache, tokens) == 150
     gate.set()
-    assert writer.close(20.0)
+    assert writer.close(60.0)
     assert cache.stats().tiers["disk"].checkpoints == 1
     close_books(cache)
 

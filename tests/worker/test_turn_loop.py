@@ -251,7 +251,7 @@ def test_what_a_turn_without_a_token_left_outlives_the_process_unless_it_ended_i
     assert not record.proven
     h.states.want([record.id])
     assert h.states.writer is not None
-    h.states.writer.flush(20.0)
+    h.states.writer.flush(60.0)
     assert not list(tmp_path.glob("*/??/*"))
     if ends == "cancelled":
         h.loop.cancel(first)
