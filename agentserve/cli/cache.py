@@ -116,7 +116,7 @@ def show(
         table.add_row(
             *row,
             shapes.size(contents.nbytes),
-            shapes.tokens(header.position - header.start),
+            shapes.many(header.position - header.start, "token"),
             _yes(contents.key[1:] in with_logits),
         )
     console = Console()
@@ -127,7 +127,9 @@ def show(
     if len(states) > limit:
         console.print(f"… and {len(states) - limit} more, which --limit {len(states)} would show.", highlight=False)
     console.print(
-        f"{len(states)} checkpoints ({kinds}) on {shapes.tokens(tokens)} of KV in {len(extents)} extents.", highlight=False
+        f"{shapes.many(len(states), 'checkpoint')} ({kinds}) on {shapes.many(tokens, 'token')} of KV "
+        f"in {shapes.many(len(extents), 'extent')}.",
+        highlight=False,
     )
 
 
@@ -151,7 +153,8 @@ def verify(
             with _refusals():
                 admin.set_aside(about, findings)
         bad += len(findings)
-        typer.echo(f"{about.label}: {len(findings)} of {len(admin.segment_files(about.path))} segments are bad")
+        all_of_them = shapes.many(len(admin.segment_files(about.path)), "segment")
+        typer.echo(f"{about.label}: {len(findings)} of {all_of_them} {'is' if len(findings) == 1 else 'are'} bad")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -200,7 +203,7 @@ def export(
         options.fail(f"{file.parent}: No such file or directory")
     with _refusals(), _progress("exporting", admin.segment_bytes(about.path)) as step:
         count = admin.export(about, file, step)
-    typer.echo(f"{count} segments, {shapes.size(file.stat().st_size)}: {file}")
+    typer.echo(f"{shapes.many(count, 'segment')}, {shapes.size(file.stat().st_size)}: {file}")
 
 
 @app.command("import")
@@ -216,7 +219,9 @@ def import_(
         size = file.stat().st_size
         with _progress("importing", size) as step:
             about, added, refused = admin.import_(file, _root(config, state_dir), step)
-    typer.echo(f"{about.label}: {added} segments added, {refused} refused. The next start of that model finds them.")
+    typer.echo(
+        f"{about.label}: {shapes.many(added, 'segment')} added, {refused} refused. The next start of that model finds them."
+    )
     raise typer.Exit(1 if refused else 0)
 
 
@@ -236,7 +241,7 @@ def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: opt
                 database, about.namespace, worker=about.worker, prepare=lambda engine: upgrade(engine, "statecache")
             )
             ledger.known()  # a damaged file is set aside here
-            typer.echo(f"{about.label}: {admin.rebuild(about, ledger)} rows")
+            typer.echo(f"{about.label}: {shapes.many(admin.rebuild(about, ledger), 'row')}")
             ledger.close()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentserve.cli import options
+from agentserve.cli import options, shapes
 
 if TYPE_CHECKING:
     from engine.moe.host_bank import Record
@@ -39,6 +39,10 @@ def calibrate(
     from engine.kernels import cpu
     from engine.moe import profile
 
+    try:
+        asked = records(Path(chosen.model.dir) if model is not None or chosen.model.dir else None)
+    except (EngineError, TypeError, ValueError) as error:
+        options.fail(f"--model: {error}", status=2)
     device, why = None, ""
     settings = EngineConfig(backend="cuda")
     try:
@@ -49,16 +53,18 @@ def calibrate(
     if cpu.available():
         cpu.set_threads(used)
     typer.echo(f"device: {device.name if device is not None else f'none ({why})'}")
-    typer.echo(f"CPU: {used} threads, {f'instruction set {cpu.isa()}' if cpu.available() else 'torch, which is slow'}")
+    typer.echo(
+        f"CPU: {shapes.many(used, 'thread')}, {f'instruction set {cpu.isa()}' if cpu.available() else 'torch, which is slow'}"
+    )
     path = Path(chosen.state_dir) / "rates.json"
     machine = profile.machine_key(None if device is None else device.name, used)
-    for name, record in records(Path(chosen.model.dir) if model is not None or chosen.model.dir else None):
+    for name, record in asked:
         typer.echo(f"{name}: experts of {record.hidden} x {record.inter}, {record.nbytes / 1e6:.1f} MB each")
         if device is None or ops is None:
             rates = measuring.cpu_only(record, HostDevice(), seconds, memory_mb << 20)
             measured = {key: getattr(rates, key) for key in ("cpu_mbs", "handoff_ns", "cpu_tokens")}
             typer.echo(f"  CPU alone: {rates.cpu_mbs / 1000:.1f} GB/s, hand-off {rates.handoff_ns / 1000:.0f} µs")
-            typer.echo(f"  CPU: {rates.cpu_tokens} tokens of an expert while it is read")
+            typer.echo(f"  CPU: {shapes.many(rates.cpu_tokens, 'token')} of an expert while it is read")
             typer.echo("  not measured: the link alone, link and CPU together, the device's memory: there is no device")
         else:
             bank = measuring.synthetic_bank(record, memory_mb << 20)
@@ -72,7 +78,7 @@ def calibrate(
             measured = asdict(rates)
             typer.echo(f"  link alone: {rates.link_mbs / 1000:.1f} GB/s by kernels, {rates.copy_mbs / 1000:.1f} by copy engine")
             typer.echo(f"  CPU alone: {rates.cpu_mbs / 1000:.1f} GB/s, hand-off {rates.handoff_ns / 1000:.0f} µs")
-            typer.echo(f"  CPU: {rates.cpu_tokens} tokens of an expert while it is read")
+            typer.echo(f"  CPU: {shapes.many(rates.cpu_tokens, 'token')} of an expert while it is read")
             typer.echo(f"  together: {rates.both_link_mbs / 1000:.1f} + {rates.both_cpu_mbs / 1000:.1f} GB/s")
             typer.echo(f"  parts of experts: {rates.direct_mbs / 1000:.1f} GB/s beside {rates.direct_ns / 1000:.0f} µs a layer")
             typer.echo(

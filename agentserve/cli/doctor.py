@@ -339,18 +339,22 @@ def _taken_by(config: Config) -> str:
 
 
 def check_database(config: Config) -> Finding:
-    from sqlalchemy import create_engine, make_url, text
+    from sqlalchemy import make_url, text
     from sqlalchemy.exc import SQLAlchemyError
+
+    from agentserve.session.database import connect
 
     url = make_url(config.store.url)
     shown = url.render_as_string(hide_password=True)
     if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
         return Finding("database", "ok", f"{shown} will be created")
     try:
-        engine = create_engine(url)
+        engine = connect(url, config.store.password_file)
         with engine.connect() as connection:
             connection.execute(text("SELECT 1"))
         engine.dispose()
+    except (ValueError, OSError) as error:
+        return Finding("database", "fail", f"{shown}: {str(error).removeprefix('store.url: ')}")
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         return Finding("database", "fail", f"{shown}: {reason}", "Check address, user and password: --database-url URL")

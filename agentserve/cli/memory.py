@@ -21,13 +21,13 @@ def memory(
     """Show how the device's memory is divided between experts and KV, or have more or fewer experts on it, at once.
 
     KV takes what they leave and gives what they need. Running turns go on with the same tokens, and saved states stay; it holds
-    until the worker ends (`engine.slots` in the settings is for good).
+    until the worker ends (`model.engine.slots` in the settings is for good).
     """
     from agentserve.cli.chat import find_target
     from agentserve.cli.connect import Unreachable
 
     if slots is not None and percent is not None:
-        options.fail("give --slots or --percent, not both")
+        options.fail("give --slots or --percent, not both", status=2)
     target = find_target(config, state_dir, url, token)
     try:
         answer = target.get("/v1/memory")
@@ -58,12 +58,13 @@ def lines(worker: dict[str, Any]) -> list[str]:
         return [f"{name}: {said}"]
     share = f" ({100 * now['slots'] // now['experts']}% of {now['experts']})" if now["experts"] else ""
     found = [
-        f"{name}: experts in {now['slots']} slots{share}, {shapes.size(now['slots'] * now['slot_bytes'])}; "
+        f"{name}: experts in {shapes.many(now['slots'], 'slot')}{share}, {shapes.size(now['slots'] * now['slot_bytes'])}; "
         f"{now['least_slots']} to {now['most_slots']} can be asked for",
         f"  KV for {now['pages'] * now['page_tokens']} tokens, {shapes.size(now['pages'] * now['page_bytes'])}",
     ]
     if (now["wanted_slots"], now["wanted_pages"]) != (now["slots"], now["pages"]):
-        found.append(f"  on the way to {now['wanted_slots']} slots, KV for {now['wanted_pages'] * now['page_tokens']} tokens")
+        slots, tokens = shapes.many(now["wanted_slots"], "slot"), now["wanted_pages"] * now["page_tokens"]
+        found.append(f"  on the way to {slots}, KV for {tokens} tokens")
     if now["lent_bytes"]:
         found.append(f"  {shapes.size(now['lent_bytes'])} are left to other programs")
     if now["fixed"]:

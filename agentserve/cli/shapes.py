@@ -19,8 +19,9 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1024**3:.4g} GiB"
 
 
-def tokens(count: int) -> str:
-    return f"{count} token{'' if count == 1 else 's'}"
+def many(count: int, what: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def ago(at: float) -> str:

@@ -56,6 +56,13 @@ WRONG = [
     ("serve --model /nowhere", "/nowhere"),
     ("serve --config /nowhere.toml", "/nowhere.toml"),
     ("serve --host 0.0.0.0 --no-auth", "server.host must be loopback"),
+    ("calibrate --model /nowhere", "/nowhere: config.json is missing"),
+    (
+        "doctor --brief --database-url mysql://u@h/d",
+        "database: mysql://u@h/d: 'mysql' is not supported; sqlite and postgresql are",
+    ),
+    ("doctor --brief --database-url postgresql://u@127.0.0.1:9/d", "u@127.0.0.1:9/d: connection failed"),
+    ("memory --slots 3 --percent 3", "give --slots or --percent, not both"),
     ("doctor --device tpu", "No such option"),
 ]
 

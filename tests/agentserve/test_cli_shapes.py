@@ -18,7 +18,7 @@ def test_a_size_is_in_the_largest_unit_of_which_there_is_one(nbytes: int, said: 
 
 
 def test_one_token_is_not_plural() -> None:
-    assert [shapes.tokens(n) for n in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert [shapes.many(n, "token") for n in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
 
 
 def test_a_table_of_seven_columns_fits_into_eighty_characters_uncut() -> None:
