@@ -225,8 +225,9 @@ STATES = {"queued", "grammar", "restoring", "paused", "prefilling", "decoding"}
 @pytest.mark.parametrize("block", range(examples(1, 4)))
 def test_a_cancel_at_any_moment_ends_the_turn_within_a_step_and_spoils_nothing(block: int) -> None:
     states: Counter[str] = Counter()
-    count = sum(episode(seed, states) for seed in range(block * 40, block * 40 + 40))
-    assert count > 60
+    seeds = examples(20, 40)
+    count = sum(episode(seed, states) for seed in range(block * seeds, block * seeds + seeds))
+    assert count > 1.5 * seeds
     assert set(states) >= {"queued", "prefilling", "decoding", "grammar"}
 
 

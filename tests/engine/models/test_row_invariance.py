@@ -13,6 +13,7 @@ from engine.batch import StateCut
 from engine.errors import Unsupported
 from engine.kernels import cpu
 from engine.models import registry
+from tests.budget import examples
 from tests.engine.checkpoints import Lane, Pools, load, make, pools, save, step
 
 TYPES = sorted(set(registry.MODELS) - {"qwen3_5_moe_text"})
@@ -40,7 +41,7 @@ def row_state(state: Pools, row: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(3, 8), deadline=None)
 @given(edges=st.sets(st.integers(1, LENGTH - 1), max_size=6), pages=st.permutations(range(8)))
 def test_any_chunking_gives_the_same_bits(loaded, model_type, edges, pages):
     model, want = loaded(model_type)

@@ -148,10 +148,10 @@ def test_a_long_run_equals_the_policies(policy: str) -> None:
     """Enough steps that slots age and counts halve."""
     state, generator = State(3, 7, 6, policy, 21), torch.Generator().manual_seed(0)
     slots = state.host()
-    for i in range(60):
+    for i in range(examples(36, 60)):
         ids = (torch.rand(1, 7, generator=generator) ** 2).argsort().tolist()[0][:2]
         step(state, slots, i % 3, [ids], fetch_table(1 + i % 2, 7), 6)
-        if i == 30:
+        if i == 18:
             slots.step += 300
             state.push(slots)
     state.check(slots)
