@@ -108,7 +108,7 @@ class Forecast:
         error = min(10_000, abs(expected.usual - actual) * 1000 // actual)
         self.turns += 1
         self.error_permille = error if self.turns == 1 else (self.error_permille * 19 + error) // 20
-        if turn.restore_bytes and expected.alone:
+        if turn.restore_bytes and expected.alone and turn.loading_us is not None:
             self._load_ps = blend(max(1, self._load_ps), turn.loading_us * 1_000_000 // turn.restore_bytes, 200)
 
     # ── what will happen ─────────────────────────────────────────────────────────────────────────────────────────

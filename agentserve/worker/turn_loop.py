@@ -331,7 +331,7 @@ class TurnLoop:
     def _on_progress(self, event: PrefillProgress) -> None:
         turn = self._turns.get(event.request_id)
         if turn is not None:
-            if turn.admitted_at is None:
+            if turn.admitted_at is None and len(self._turns) == 1:  # else those that went before it would count
                 turn.loading_us = max(0, round(self._step_began_at * 1e6) - turn.begun_us)
             turn.prefilled(event.processed, self._clock())
             self._tell_progress(turn, 0)

@@ -35,7 +35,7 @@ class TurnRecord:
     turn is computing for it. written: tokens newly saved.
     mask: limits the answer, once its grammar is compiled.
     begun_us: when the engine took it. predicted: its first token from then on, as expected then. restore_bytes, tier: of the
-    restored state. loading_us: until its first step, what it took to restore that.
+    restored state. loading_us: until its first step, what it took to restore that; None where others ran meanwhile.
     watched: tokens at which the bridge may find a boundary. unproven: something was restored or saved of which nobody has seen
     finite logits.
     failure: set once it is known that the turn ends as failed. Times are `time.monotonic()`.
@@ -62,7 +62,7 @@ class TurnRecord:
         self.begun_us = 0
         self.predicted: Expected | None = None
         self.restore_bytes = 0
-        self.loading_us = 0
+        self.loading_us: int | None = None
         self.tier: str | None = None
         self.failure: TurnFailed | None = None
 

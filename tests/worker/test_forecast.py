@@ -91,6 +91,27 @@ def test_a_turn_of_one_principal_is_not_predicted_to_wait_for_all_sessions_of_an
     assert all(isinstance(h.end(turn), TurnFinished) for turn in (*many, one, last))
 
 
+def test_what_a_restore_takes_is_learned_from_turns_that_nothing_ran_beside() -> None:
+    """Of others, what they had before its first step would count as its restore, and so for each turn to come."""
+    rng, h = random.Random(5), Timed(stays=False)
+    ids = prompt(rng, 200)
+    h.turn(ids, max_tokens=2)
+    h.run()
+
+    def restored(*, others: int) -> int:
+        turn = h.turn([*ids, *prompt(rng, 8)], max_tokens=2)
+        assert h.matched(turn).position > 100
+        for _ in range(others):
+            h.turn(prompt(rng, 8), max_tokens=2, session="other")
+        h.clock_s += 0.2
+        h.run()
+        return h.loop.forecast.learned().load_ps_per_byte
+
+    assert restored(others=1) == 0
+    assert (alone := restored(others=0)) > 0
+    assert restored(others=1) == alone
+
+
 def test_a_new_process_begins_with_what_was_learned(tmp_path: Path) -> None:
     rng, h = random.Random(3), Timed(ram_bytes=0)
     for _ in range(25):
