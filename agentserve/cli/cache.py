@@ -218,7 +218,7 @@ def import_(
     with _refusals():
         size = file.stat().st_size
         with _progress("importing", size) as step:
-            about, added, refused = admin.import_(file, _root(config, state_dir), step)
+            about, added, refused = admin.import_(file, _root(config, state_dir, new=True), step)
     typer.echo(
         f"{about.label}: {shapes.many(added, 'segment')} added, {refused} refused. The next start of that model finds them."
     )
@@ -233,8 +233,8 @@ def rebuild(name: Name = None, config: options.ConfigFile = None, state_dir: opt
     from statecache.index.connect import connect
     from statecache.index.ledger import Ledger
 
-    chosen = options.settings(config, {"state_dir": state_dir})
-    for about in _chosen(Path(chosen.state_dir) / "checkpoints", name):
+    root, chosen = _root(config, state_dir), options.settings(config, {"state_dir": state_dir})
+    for about in _chosen(root, name):
         with _refusals():
             database = connect(chosen.model.checkpoints_url)
             ledger = Ledger(
@@ -272,8 +272,12 @@ def _show_tiers(rows: list[dict[str, Any]]) -> None:
 # ── small shapes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _root(config: Path | None, state_dir: Path | None) -> Path:
-    return Path(options.settings(config, {"state_dir": state_dir}).state_dir) / "checkpoints"
+def _root(config: Path | None, state_dir: Path | None, *, new: bool = False) -> Path:
+    """new: it may be made. Else a directory that is named must be there; one in which nothing was saved yet is all right."""
+    root = Path(options.settings(config, {"state_dir": state_dir}).state_dir)
+    if state_dir is not None and not new and not root.is_dir():
+        options.fail(f"--state-dir {state_dir}: no such directory", status=2)
+    return root / "checkpoints"
 
 
 def _choose(root: Path, name: str) -> About:

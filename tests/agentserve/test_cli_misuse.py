@@ -51,6 +51,8 @@ WRONG = [
     ("migrate --database-url mysql://u@h/d", "sqlite and postgresql are"),
     ("migrate --database-url nonsense", "Could not parse"),
     ("cache gc --unused-days -1", "greater than or equal to 0"),
+    ("cache verify --state-dir /nowhere", "--state-dir /nowhere: no such directory"),
+    ("cache rebuild --state-dir /nowhere", "--state-dir /nowhere: no such directory"),
     ("migrate --state-dir /dev/null/x", "/dev/null/x: Not a directory"),
     ("serve --port 99999", "server.port: Expected `int` <= 65535, got 99999"),
     ("serve --model /nowhere", "/nowhere"),
@@ -123,3 +125,12 @@ def test_each_call_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
         show({"type": "response.output_item.done", "item": {"type": "function_call", "name": name, "arguments": "{}"}})
     show({"type": "response.completed"})
     assert capsys.readouterr().out == "  first({})\n  second({})\n"
+
+
+def test_a_state_directory_that_is_not_there_is_an_error_and_one_without_states_is_none(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    mistyped = run(app, ["cache", "ls", "--state-dir", str(tmp_path / "mistyped")])
+    assert mistyped.exit_code == 2
+    assert "--state-dir" in mistyped.output
+    empty = run(app, ["cache", "ls", "--state-dir", str(tmp_path)])
+    assert (empty.exit_code, empty.stdout) == (0, f"no saved states in {tmp_path / 'checkpoints'}\n")

@@ -130,6 +130,8 @@ def test_what_changes_files_waits_for_the_server_to_end(served: PrivateServer, c
     assert not victim.exists()
 
     other = PrivateServer(tmp_path / "other", flags=FLAGS)
+    assert cache("ls", state_dir=other.state_dir).returncode == 2, "it is not there yet"
+    other.state_dir.mkdir()
     assert cache("ls", state_dir=other.state_dir).stdout == f"no saved states in {other.state_dir / 'checkpoints'}\n"
     assert "no saved states" in cache("verify", state_dir=other.state_dir).stdout
     damaged = cache("import", str(victim.parents[1] / "about.json"), state_dir=other.state_dir)
