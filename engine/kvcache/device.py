@@ -141,6 +141,10 @@ class DeviceRecurrentPools(RecurrentPools):
         self._arrivals = arrivals or Arrivals(device)
         self._rows = {name: pool.flatten(1).view(torch.uint8) for name, pool in self._named.items()}
 
+    def copy(self, source: int, dest: int) -> None:
+        for pool in self._named.values():
+            pool[dest] = pool[source]
+
     def fill(self, rows: np.ndarray, value: float) -> None:
         for pool in self._named.values():
             pool[torch.from_numpy(rows).long().to(pool.device)] = value

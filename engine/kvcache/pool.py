@@ -38,7 +38,7 @@ class KvPools:
 
     def copy_head(self, source: int, dest: int, rows: int) -> None:
         """Copy the first `rows` positions of page source to page dest."""
-        for pool in self._words:
+        for pool, _, _ in self._columns:
             pool[dest, :rows] = pool[source, :rows]
 
     def fill(self, pages: np.ndarray, value: float) -> None:

@@ -45,8 +45,8 @@ class RecurrentPools:
         )
 
     def copy(self, source: int, dest: int) -> None:
-        for pool in self._named.values():
-            pool[dest] = pool[source]
+        for rows in self._bytes.values():  # a third of what torch takes for it
+            rows[dest] = rows[source]
 
     def fill(self, rows: np.ndarray, value: float) -> None:
         """Overwrite whole rows (poison)."""
