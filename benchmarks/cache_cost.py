@@ -108,10 +108,6 @@ class Lane:
         self.saves = state_dir is not None
         self._written = threading.Event()
         self.server.states.on_written(self._written.set)
-        if state_dir is not None:  # it has all its folders, as one that has been used for a day
-            (quarantine,) = state_dir.glob("*/quarantine")
-            for number in range(256):
-                (quarantine.parent / f"{number:02x}").mkdir()
         bridge = self.server.bridge
         self.inside: list[float] = []
         """Processor seconds of each call that saves. Where nothing is saved, what the clocks themselves take."""

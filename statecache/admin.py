@@ -259,7 +259,7 @@ def import_(source: Path, root: Path, step: Step = lambda nbytes: None) -> tuple
                     if check(staging / name, described.namespace):
                         refused += 1
                     else:
-                        place = folder / name[2:4] / name
+                        place = folder / name[:2] / name
                         place.parent.mkdir(exist_ok=True)
                         (staging / name).rename(place)
                         added += 1

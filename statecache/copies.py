@@ -1,8 +1,9 @@
-"""Bringing checkpoints from the first shelf to the next, one by one: the queue, and the steps of one copy.
+"""Bringing checkpoints from the first shelf to the next: the queue, and the steps of a copy.
 
-What is not proven yet is copied too, because a context that memory cannot hold has nowhere else to go; it is sealed there when
-it is proven, and ends with the process before that. Takes the store's lock where the records are touched; bytes are written
-without it when nobody may wait for them.
+A few are written one after another and then sealed together, which costs a disk less than each alone. What is not proven yet
+is copied too, because a context that memory cannot hold has nowhere else to go; it is sealed when it is proven, and ends with
+the process before that. Takes the store's lock where the records are touched; bytes are written without it when nobody may wait
+for them.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from statecache.staging import Staged, Staging
 from statecache.types import BLOCK_TOKENS, Payload
 
 log = logging.getLogger(__name__)
+SEALED_TOGETHER = 8
+TOGETHER_BYTES = 32 << 20
+"""Checkpoints and, about, bytes: beside more of them what a seal costs is little."""
 
 
 @dataclass
 class Copy:
-    """A checkpoint on its way down. seals: segments there that are to be sealed before anything is written.
+    """A checkpoint on its way down.
 
     draft, payload: what is written, views of the upper shelf's bytes, good while the record is in use; None when it is all
     there and only waits to be sealed. staged: what it came from when it is not in the memory tier itself.
     """
 
     record: Record
-    seals: list[bytes]
     draft: Draft | None = None
     payload: Payload | None = None
     staged: Staged | None = None
@@ -48,6 +51,8 @@ class Copies:
         self._lock = lock
         self._write_behind = write_behind
         self._copying = threading.RLock()
+        self._late: TierError | None = None
+        """What went wrong with one behind others that were written; told by the next call."""
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -66,43 +71,45 @@ class Copies:
 
     def prove(self, records: Iterable[Record]) -> bool:
         """Let what lies below of these outlive the process. Whether some of that is still to be done."""
-        lower, waits = self._kept.shelves[-1], False
+        waits = False
         for record in records:
             record.proven = True
-            if record.id in lower.holdings and lower.unsealed(record):
+            if self._unsealed(record):
                 self._kept.waiting.setdefault(record.id)
                 waits = True
         return waits
 
-    def copy_one(self) -> int | None:
-        """See StateCache.copy_one."""
+    def copy_next(self, most: int) -> int | None:
+        """See StateCache.copy_next."""
         with self._copying, self._lock if not self._write_behind else nullcontext():
-            with self._lock:
-                shelves = self._kept.shelves
-                copy = None if len(shelves) < 2 or shelves[-1].shrinking else self._begin()
-            if copy is None:
-                return None
-            stored = again = False
+            late, self._late = self._late, None
+            if late is not None:
+                raise late
+            done: list[Record] = []
+            written = 0
             try:
-                lower = self._kept.shelves[1]
-                lower.seal(copy.seals)
-                if copy.draft is not None and copy.payload is not None:
-                    lower.store(copy.draft, copy.payload)
-                stored = True
-            except TierFailed:
-                again = True
-                raise
+                while len(done) < most and written < TOGETHER_BYTES:
+                    with self._lock:
+                        shelves = self._kept.shelves
+                        copy = None if len(shelves) < 2 or shelves[-1].shrinking else self._begin()
+                    if copy is None:
+                        break
+                    written += self._write(copy)
+                    done.append(copy.record)
+            except TierError as error:
+                if not done:
+                    raise
+                self._late = error
             finally:
-                with self._lock:
-                    written = self._end(copy, stored=stored, again=again)
-            return written
+                self._seal(done)
+            return written if done else None
 
     def write_back(self, max_bytes: int) -> int:
         """See StateCache.write_back."""
         written = 0
         while written < max_bytes:
             try:
-                count = self.copy_one()
+                count = self.copy_next(SEALED_TOGETHER)
             except TierError as error:
                 log.info("checkpoint not copied reason=%s", error)
                 if isinstance(error, TierFailed):
@@ -130,9 +137,8 @@ class Copies:
             if record is None or record.spoiled:
                 continue
             if record.id in lower.holdings and not self._lacks_logits(record, lower):
-                seals = lower.unsealed(record) if record.proven else []
-                if seals:  # a segment may go while it is sealed, so nothing is held for it
-                    return Copy(record, seals)
+                if self._unsealed(record):
+                    return Copy(record)
                 continue
             if record.id not in upper.holdings:
                 continue
@@ -141,7 +147,7 @@ class Copies:
             try:
                 tail, stored = lower.stored_blocks(path, self._kept.known_block(lower, path))
                 payload = upper.read(record, path, first_block=stored)
-                return Copy(record, *self._draft(record, path, tail, stored, payload), payload)
+                return Copy(record, self._draft(record, path, tail, stored, payload), payload)
             except SegmentBad as error:
                 record.in_use -= 1
                 self._kept.quarantine(upper, error, record)
@@ -159,58 +165,98 @@ class Copies:
             if staged.start > stored * BLOCK_TOKENS:
                 raise TierError(f"what lies before token {staged.start} was not written, or is gone")
             payload = self._staging.payload(staged)
-            seals, draft = self._draft(record, path, tail, stored, payload)
+            draft = self._draft(record, path, tail, stored, payload)
         except TierError:
             lower.refused += 1
             self._staging.drop(record.id)
             raise
         self._staging.let_go(staged)
-        return Copy(record, seals, draft, payload, staged)
+        return Copy(record, draft, payload, staged)
 
-    def _draft(
-        self, record: Record, path: Path, tail: Block | None, stored: int, payload: Payload
-    ) -> tuple[list[bytes], Draft]:
-        """Make room below for what is missing there behind `tail`: (what to seal first, what to write)."""
+    def _draft(self, record: Record, path: Path, tail: Block | None, stored: int, payload: Payload) -> Draft:
+        """Make room below for what is missing there behind `tail`."""
         lower = self._kept.shelves[1]
         lower.hold(tail)
         try:
             self._kept.make_room(lower, lower.cost(record, path, stored, payload))
-            # What outlives the process must not build on what does not.
-            return lower.unsealed_before(tail) if record.proven else [], lower.draft(record, path, tail)
+            return lower.draft(record, path, tail)
         finally:
             lower.drop(tail)
 
-    def _end(self, copy: Copy, *, stored: bool, again: bool) -> int:
-        """stored: whether all of it succeeded; if not, again: it waits at the head of the queue. Returns bytes charged."""
-        lower, record, staged = self._kept.shelves[1], copy.record, copy.staged
+    def _write(self, copy: Copy) -> int:
+        """Bytes charged; it can be read below then, and waits to be sealed. Raises TierError: it is not wanted any more, unless
+        the tier failed and will be tried again."""
+        if copy.draft is None or copy.payload is None:
+            return 0
+        written, again = False, False
+        try:
+            self._kept.shelves[1].store(copy.draft, copy.payload)
+            written = True
+        except TierFailed:
+            again = True
+            raise
+        finally:
+            with self._lock:
+                count = self._written(copy, copy.draft, written=written, again=again)
+        return count
+
+    def _written(self, copy: Copy, draft: Draft, *, written: bool, again: bool) -> int:
+        """again: if it was not written, it waits at the head of the queue. Returns bytes charged."""
+        lower, record, staged, count = self._kept.shelves[1], copy.record, copy.staged, 0
         if staged is None:
-            record.in_use -= copy.draft is not None
+            record.in_use -= 1
         elif staged is not self._staging.items.get(record.id):
-            stored = again = False  # it was given up in the meantime
-        written = 0
-        if not stored:
-            if copy.draft is not None:
-                lower.abandon(copy.draft)
-                lower.refused += 1
-            if again:
-                self._kept.waiting[record.id] = None
-                self._kept.waiting.move_to_end(record.id, last=False)
-            elif staged is not None:
-                self._staging.drop(record.id)
-        else:
-            if copy.draft is not None:
-                written = lower.adopt(copy.draft)
+            written = again = False  # it was given up in the meantime
+        if written:
+            count = lower.adopt(draft)
             if staged is not None:
                 self._kept.commit(record, staged.path)
                 for session in staged.sessions:
                     self._kept.join(record, session)
                 self._staging.drop(record.id)
-            if record.proven and record.id in lower.holdings and lower.unsealed(record):
-                self._kept.waiting.setdefault(record.id)  # it was proven while it was written
-            for session in record.sessions:
-                self._kept.tell(record, session)
+        else:
+            lower.abandon(draft)
+            lower.refused += 1
+            if again:
+                self._wait_first(record)
+            elif staged is not None:
+                self._staging.drop(record.id)
         self._kept.go_if_spoiled(record)
-        return written
+        return count
+
+    def _seal(self, records: list[Record]) -> None:
+        """Let what was written of these outlive the process, as far as it is proven. Raises TierFailed; then it waits for that.
+
+        A segment may go while it is sealed, so nothing is held for it.
+        """
+        if not records:
+            return
+        lower, sealed = self._kept.shelves[1], False
+        with self._lock:
+            # What outlives the process must not build on what does not, so their blocks are among them.
+            keys = [key for record in records for key in self._unsealed(record)]
+        try:
+            lower.seal(keys)
+            sealed = True
+        finally:
+            with self._lock:
+                for record in reversed(records):
+                    if self._unsealed(record):
+                        if sealed:  # it was proven meanwhile
+                            self._kept.waiting.setdefault(record.id)
+                        else:
+                            self._wait_first(record)
+                    for session in record.sessions:
+                        self._kept.tell(record, session)
+
+    def _unsealed(self, record: Record) -> list[bytes]:
+        """What is to be sealed of one."""
+        lower = self._kept.shelves[-1]
+        return lower.unsealed(record) if record.proven and record.id in lower.holdings else []
+
+    def _wait_first(self, record: Record) -> None:
+        self._kept.waiting[record.id] = None
+        self._kept.waiting.move_to_end(record.id, last=False)
 
     def _is_below(self, checkpoint_id: str) -> bool:
         record, lower = self._kept.records[checkpoint_id], self._kept.shelves[1]

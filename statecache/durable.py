@@ -33,7 +33,7 @@ from statecache.writer import Writer
 log = logging.getLogger(__name__)
 USES_S = 60.0
 """Between updates of when checkpoints were used."""
-ROWS_S = 5.0
+ROWS_S = 15.0
 MOST_ROWS = 256
 """Changes that wait to be told to the index: for so long at most, and so many."""
 
@@ -202,7 +202,7 @@ class _BeforeCopy:
 
 
 class _AfterCopies:
-    """Brings the ledger in step, a few seconds of changes in one transaction; once in a while also with what was used.
+    """Brings the ledger in step, some seconds of changes in one transaction; once in a while also with what was used.
 
     A transaction costs about as much as what it tells of, and a row that a crash takes is read from its file again.
     """

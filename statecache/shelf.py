@@ -156,9 +156,9 @@ class Shelf:
         """
         draft = self.draft(record, path, tail)
         try:
-            if record.proven:
-                self.seal(self.unsealed_before(tail))
             self.store(draft, payload)
+            if record.proven:
+                self.seal([*self.unsealed_before(tail), *draft.stored])
         except BaseException:
             self.abandon(draft)
             raise
@@ -178,22 +178,23 @@ class Shelf:
         return Draft(record, path, tail, extents, record.id in self.holdings)
 
     def store(self, draft: Draft, payload: Payload) -> None:
-        """Second step: extents in rising order, then state, then logits. Takes back what it wrote on any error.
+        """Second step: extents in rising order, then state, then logits, none of them sealed. Takes back what it wrote on any
+        error.
 
         Touches the tier only, so it needs no lock.
         """
-        record, path, sealed = draft.record, draft.path, draft.record.proven
+        record, path = draft.record, draft.path
         state_key, logits_key = segment_keys(record)
         kv = Rows(payload)
         try:
             for first, end, key in draft.extents:
                 rows = kv.between(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
-                draft.stored[key] = self.tier.put(key, extent_header(path, first, end), {"kv": rows}, sealed=sealed)
+                draft.stored[key] = self.tier.put(key, extent_header(path, first, end), {"kv": rows}, sealed=False)
             if not draft.logits_only:
                 header = state_header(path, "state", record)
-                draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload), sealed=sealed)
+                draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload), sealed=False)
             if payload.logits is not None:
-                draft.stored[logits_key] = self._put_logits(record, path, payload.logits, sealed=sealed)
+                draft.stored[logits_key] = self._put_logits(record, path, payload.logits, sealed=False)
         except BaseException:
             self._take_back(draft)
             raise
@@ -296,7 +297,7 @@ class Shelf:
     # ── sealing ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def unsealed(self, record: Record) -> list[bytes]:
-        """What a checkpoint here still needs sealed, in the order in which that is to be done."""
+        """What a checkpoint here still needs sealed, blocks in rising order."""
         unsealed, holding = self.tier.unsealed, self.holdings[record.id]
         if not unsealed:
             return []
@@ -305,18 +306,17 @@ class Shelf:
 
     def unsealed_before(self, tail: Block | None) -> list[bytes]:
         """The same for the extents of a chain of blocks."""
-        unsealed, found = self.tier.unsealed, dict[bytes, None]()
+        unsealed, found = self.tier.unsealed, list[bytes]()
         block = tail if unsealed else None
         while block is not None:
             if block.extent.key in unsealed:
-                found[block.extent.key] = None
-            block = block.parent
-        return list(found)[::-1]
+                found.append(block.extent.key)
+            block = block.extent.blocks[0].parent
+        return found[::-1]
 
     def seal(self, keys: Iterable[bytes]) -> None:
         """Touches the tier only, so it needs no lock. Raises TierFailed."""
-        for key in keys:
-            self.tier.seal(key)
+        self.tier.seal(keys)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 

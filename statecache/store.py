@@ -44,9 +44,9 @@ class StateCache:
     New checkpoints go to the first tier that can hold their whole prefix; what is evicted from a tier moves to the next one,
     out of the last one it is gone.
 
-    write_behind: nobody waits for a lower tier. Saves end in the first one; copy_one(), called by a background thread, brings
+    write_behind: nobody waits for a lower tier. Saves end in the first one; copy_next(), called by a background thread, brings
     what want() names to the next; a victim of the first tier that nobody copied in time is gone. What is too large for that one
-    waits there in part (staging.py) and can be matched when copy_one() has brought it down.
+    waits there in part (staging.py) and can be matched when copy_next() has brought it down.
     take: memory for what is brought to the first tier. join: see stretches.py.
     index: must be empty. clock: seconds, only differences matter. hash128: for tests of collisions.
     """
@@ -96,7 +96,7 @@ class StateCache:
             waiting=lambda: self.on_waiting(),
         )
         self.on_waiting: Callable[[], None] = lambda: None
-        """Told, under the lock, when something waits for copy_one(), or should be noted soon, that nobody else knows of."""
+        """Told, under the lock, when something waits for copy_next(), or should be noted soon, that nobody else knows of."""
 
     # ── match ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +131,7 @@ class StateCache:
         """Keep the state after tokens[: boundary.position]. The caller may reuse its buffers after return.
 
         payload.kv: contiguous runs ending at the position and starting at or before kv_missing_from(). Nothing is visible
-        before all of it is written; with write_behind, what is too large for memory only after copy_one(). Not kept
+        before all of it is written; with write_behind, what is too large for memory only after copy_next(). Not kept
         (checkpoint_id None) when the tier has no room even after eviction, a write fails, or the rows begin too late because
         blocks were evicted in between. Raises PayloadMismatch when components do not fit.
 
@@ -367,7 +367,7 @@ class StateCache:
             return self._kept.uses(since)
 
     def want(self, checkpoint_ids: Iterable[str]) -> None:
-        """Let copy_one() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored.
+        """Let copy_next() bring these to the second tier, in this order. Unknown ids, and what is there, are ignored.
 
         What only the device has is copied to the first tier by move() before.
         """
@@ -397,13 +397,14 @@ class StateCache:
         self._copies.want(checkpoint_ids)
         self.on_waiting()
 
-    def copy_one(self) -> int | None:
-        """Bring the next wanted checkpoint to the second tier: bytes written, None when none is wanted any more.
+    def copy_next(self, most: int = 1) -> int | None:
+        """Bring the next wanted checkpoints to the second tier, `most` or fewer: bytes written, None when none is wanted any
+        more. They outlive the process when this returns, if they are proven.
 
         The bytes are written without the lock, so matches and saves go on. Raises TierError; that checkpoint is then not wanted
         any more, after TierFailed it is again.
         """
-        return self._copies.copy_one()
+        return self._copies.copy_next(most)
 
     def write_back(self, max_bytes: int = 1 << 62) -> int:
         """Copy what only the first tier has to the next one, newest first, about `max_bytes` of it; bytes written.

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from statecache.copies import SEALED_TOGETHER
 from statecache.errors import TierError, TierFailed
 from statecache.store import StateCache
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 10.0
 """Between attempts on a disk that fails or has no room."""
 IDLE_S = 60.0
-MOST_COPIES = 16
+MOST_BATCHES = 2
 """Between two calls of after_copies: what it does costs about as much for many as for one."""
 HOUR_S = 3600
 
@@ -48,11 +49,11 @@ class Allowance:
 
 
 class Writer:
-    """One thread that calls `cache.copy_one()` while something waits. Make one per write-behind cache, close() it at the end.
+    """One thread that calls `cache.copy_next()` while something waits. Make one per write-behind cache, close() it at the end.
 
-    bytes_per_hour: see Allowance; flash cells wear out. before_copy: called in the writing thread before each copy and about
-    once a minute; may raise TierFailed. after_copies: when nothing is left to write, and after MOST_COPIES; returns in how many
-    seconds it wants to be called again. on_idle: called there whenever nothing is left to write. Neither may raise.
+    bytes_per_hour: see Allowance; flash cells wear out. before_copy: called in the writing thread before each few copies and
+    about once a minute; may raise TierFailed. after_copies: when nothing is left to write, and after MOST_BATCHES; returns in
+    how many seconds it wants to be called again. on_idle: called there whenever nothing is left to write. Neither may raise.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Writer:
         self._retry_s = retry_s
         self._before_copy = before_copy
         self._after_copies = after_copies
-        self._copies = 0
+        self._batches = 0
         self.on_idle: Callable[[], None] = lambda: None
         self._allowance = Allowance(bytes_per_hour, int(clock()))
         self._one = threading.Lock()  # flush() copies and settles too, and each trouble is told once
@@ -133,15 +134,15 @@ class Writer:
                 self._wake.wait(min(over_s, pause_s) if over_s else pause_s)
 
     def _copy(self) -> bool:
-        """One checkpoint. False when nothing waits or nothing can be written now."""
+        """A few checkpoints. False when nothing waits or nothing can be written now."""
         with self._one:
-            return self._copy_one()
+            return self._copy_some()
 
-    def _copy_one(self) -> bool:
+    def _copy_some(self) -> bool:
         try:
             self.writing = True
             self._before_copy()
-            written = self._cache.copy_one()
+            written = self._cache.copy_next(SEALED_TOGETHER)
         except TierFailed as error:
             self._tell(str(error))
             return False
@@ -157,18 +158,18 @@ class Writer:
         if written is None:
             return False
         self._allowance.spend(written)
-        if self._trouble and written:
+        if self._trouble:
             log.warning("saved states are written to disk again")
             self._trouble = ""
-        self._copies += 1
-        if self._copies >= MOST_COPIES:
-            self._copies = 0
+        self._batches += 1
+        if self._batches >= MOST_BATCHES:
+            self._batches = 0
             self._after_copies()
         return True
 
     def _settle(self) -> float:
         with self._one:
-            self._copies = 0
+            self._batches = 0
             return self._after_copies()
 
     def _look_behind(self, *, idle: bool) -> None:

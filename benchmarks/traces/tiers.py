@@ -63,7 +63,7 @@ def copy_wanted(cache: StateCache) -> None:
     """Do what the background writer does, at once: bring everything that was chosen to the second tier."""
     while True:
         try:
-            if cache.copy_one() is None:
+            if cache.copy_next() is None:
                 return
         except TierError:
             continue

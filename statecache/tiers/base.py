@@ -13,7 +13,7 @@ gone when the process ends before it is sealed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -90,8 +90,10 @@ class Tier(Protocol):
         """Keys that wait for seal(); none where nothing outlives the process."""
         ...
 
-    def seal(self, key: bytes) -> None:
-        """Let a segment outlive the process. Keys that are sealed or unknown are ignored. Raises TierFailed."""
+    def seal(self, keys: Iterable[bytes]) -> None:
+        """Let segments outlive the process, extents before what needs them, in whatever order they are named; several at once
+        cost less than each alone. Keys that are sealed or unknown are ignored. Raises TierFailed; the rest may be sealed later.
+        """
         ...
 
     def header(self, key: bytes) -> SegmentHeader:

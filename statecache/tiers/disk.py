@@ -2,8 +2,9 @@
 
 A segment becomes a temporary file, fsync, rename, fsync of the directory, and only then counts; so a crash leaves either a
 whole segment or a temporary file, which the next start deletes. One that is not sealed yet keeps its temporary name, so that it
-ends with the process. Every read checks the header's digest and the part's
-checksum. A file that turns out bad is moved to `quarantine/`, where the newest few stay to be looked at.
+ends with the process. There is a folder for each kind of segment: of several that are sealed together the extents are renamed
+and their folder is synced, then the states, then the logits. Every read checks the header's digest and the part's checksum. A
+file that turns out bad is moved to `quarantine/`, where the newest few stay to be looked at.
 
 Threads: one may put and seal while others read and delete.
 """
@@ -16,15 +17,16 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from statecache.errors import SegmentBad, TierFailed, TierFull
 from statecache.quarantine import Quarantine
-from statecache.segment import Contents, RunningSum, decode_header, encode_header, header_length, header_nbytes, part_sum
+from statecache.segment import encode_header, header_nbytes, part_sum
 from statecache.tiers.base import SegmentHeader, Take, ordinary
+from statecache.tiers.segment_files import SegmentFiles
 from statecache.types import TierName
 
 log = logging.getLogger(__name__)
@@ -32,12 +34,12 @@ log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _KEY_BYTES = 17
 """Of every key that the store uses."""
+_KINDS = ("extent", "state", "logits")
+"""In the order in which they are sealed: each needs those before it."""
 _ALLOCATION = 4096
 """Files are charged in whole blocks of common file systems."""
 _BUFFERS = 1024
 """Most that one system call writes; every system that is supported takes as many."""
-READ_BYTES = 2 << 20
-"""Read at once: small enough to be in the cache still when it is summed up."""
 ROOM_AGAIN = 8
 """Segments like the one that is written; so many must fit before a full disk counts as better."""
 
@@ -73,12 +75,12 @@ class DiskTier:
         self._counts = threading.Lock()
         self.on_change: Callable[[bytes, SegmentHeader | None, int], None] = lambda key, header, nbytes: None
         """Told of each segment that was written and sealed (bytes charged) or is gone (None)."""
-        self._unsealed: dict[bytes, tuple[Path, SegmentHeader]] = {}
+        self._unsealed: dict[bytes, tuple[str, SegmentHeader]] = {}
         """Where it lies meanwhile."""
         self._serial = itertools.count()
         self._folders: set[str] = set()
         """Those that are there, as far as is known."""
-        self._last: tuple[tuple[int, ...], Contents] | None = None
+        self._segments = SegmentFiles(name)
         self._crowded = False
         self._quarantine = Quarantine(root / "quarantine")
         self._quarantine.make()
@@ -113,81 +115,68 @@ class DiskTier:
         sizes = {name: a.nbytes for name, a in arrays.items()}
         head = encode_header(key, header, sizes, {name: part_sum(a) for name, a in arrays.items()})
         cost = _charged(len(head) + sum(sizes.values()))
-        free = self.budget_bytes - self._used + self._sizes.get(key, 0)
+        budget = self.budget_bytes
+        free = budget - self._used + self._sizes.get(key, 0)
         if cost > free:
             raise TierFull(self.name, cost, free)
-        self._look_for_room(cost, free - cost)
-        temporary = self._root / f"tmp-{os.getpid()}-{next(self._serial)}"
+        self._look_for_room(budget, cost, free - cost)
+        temporary = f"{self._root}/tmp-{os.getpid()}-{next(self._serial)}"
         try:
             self._write(temporary, [head, *(a.data for a in arrays.values() if a.size)])
-            if sealed:
-                path = self._name(key)
-                self._rename(temporary, path)
-                self._sync_directory(path.parent)
         except OSError as error:
             _discard(temporary)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise TierFull(self.name, cost, 0) from error
-            raise TierFailed(f"tier {self.name}: {error.strerror}") from error
+            raise self._failure(error, cost) from error
         with self._counts:
             self._used += cost - self._sizes.get(key, 0)
             self._sizes[key] = cost
-            earlier = self._unsealed.pop(key, None)
-            if not sealed:
-                self._unsealed[key] = (temporary, header)
+            earlier = self._unsealed.get(key)
+            self._unsealed[key] = (temporary, header)
         if earlier is not None:
             _discard(earlier[0])
         if sealed:
-            self.on_change(key, header, cost)
+            try:
+                self._seal([key])
+            except OSError as error:
+                _discard(self._forget(key)[0])
+                raise self._failure(error, cost) from error
         return cost
 
-    def seal(self, key: bytes) -> None:
-        if key not in self._unsealed:
-            return
-        path = self._name(key)
+    def seal(self, keys: Iterable[bytes]) -> None:
         try:
-            with self._counts:  # so that it is not deleted under one name while it gets the other
-                waiting = self._unsealed.get(key)
-                if waiting is None:
-                    return
-                self._rename(waiting[0], path)
-                del self._unsealed[key]
-                size = self._sizes[key]
-            self._sync_directory(path.parent)
+            self._seal(keys)
         except OSError as error:
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
-        self.on_change(key, waiting[1], size)
 
     def header(self, key: bytes) -> SegmentHeader:
         with self._open(key) as file:
-            return self._contents(key, file.fileno()).header
+            return self._segments.contents(key, file.fileno()).header
 
     def read(self, key: bytes, part: str) -> np.ndarray:
         with self._open(key) as file:
-            offset, size, checksum = self._part(key, file.fileno(), part)
+            offset, size, checksum = self._segments.part(key, file.fileno(), part)
             array = self._take(size)
-            self._fill(key, file.fileno(), part, array, offset, checksum)
+            self._segments.fill(key, file.fileno(), part, array, offset, checksum)
         array.flags.writeable = False
         return array
 
     def read_into(self, key: bytes, part: str, out: np.ndarray, offset: int = 0) -> None:
         flat = out.reshape(-1)
         with self._open(key) as file:
-            at, size, checksum = self._part(key, file.fileno(), part)
+            at, size, checksum = self._segments.part(key, file.fileno(), part)
             if size < offset + flat.nbytes:
                 raise SegmentBad(self.name, key, f"part {part!r} has {size} bytes, need {offset + flat.nbytes}")
             if offset == 0 and flat.nbytes == size:
-                self._fill(key, file.fileno(), part, flat, at, checksum)
+                self._segments.fill(key, file.fileno(), part, flat, at, checksum)
                 return
             whole = np.empty(size, dtype=np.uint8)  # a checksum covers the whole part
-            self._fill(key, file.fileno(), part, whole, at, checksum)
+            self._segments.fill(key, file.fileno(), part, whole, at, checksum)
         np.copyto(flat, whole[offset : offset + flat.nbytes])
 
     def delete(self, key: bytes) -> int:
         path, size = self._forget(key)
         if size:
             try:
-                path.unlink(missing_ok=True)
+                Path(path).unlink(missing_ok=True)
             except OSError as error:  # read-only now; the next start finds it again
                 log.warning("segment not deleted tier=%s reason=%s", self.name, error.strerror)
             self.on_change(key, None, 0)
@@ -197,7 +186,7 @@ class DiskTier:
         """Move a bad segment to the quarantine, with the reason in a file beside it."""
         path, size = self._forget(key)
         if size:
-            self._quarantine.take(path, reason, self._name(key).name)
+            self._quarantine.take(Path(path), reason, file_name(key))
             self.on_change(key, None, 0)
 
     @property
@@ -208,7 +197,7 @@ class DiskTier:
         """After the directory was made again: the keys of segments that are counted and not there. Raises TierFailed."""
         try:
             self._quarantine.make()
-            return {key for key in self.keys() if not self._path(key).exists()}
+            return {key for key in self.keys() if not os.path.exists(self._path(key))}
         except OSError as error:
             raise TierFailed(f"tier {self.name}: {error.strerror}") from error
 
@@ -221,9 +210,9 @@ class DiskTier:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _look_for_room(self, cost: int, left: int) -> None:
+    def _look_for_room(self, budget: int, cost: int, left: int) -> None:
         """Say once when it is the disk, and not its budget, that takes no more, and once when it has room again."""
-        crowded = self.budget_bytes < self._budget and left < cost
+        crowded = budget < self._budget and left < cost
         if crowded and not self._crowded:
             log.warning(
                 "the disk is full but for %d bytes left to others: older saved states are given up for new ones kept=%d",
@@ -235,16 +224,59 @@ class DiskTier:
             log.warning("the disk has room for saved states again")
             self._crowded = False
 
-    def _name(self, key: bytes) -> Path:
-        """Of a sealed segment."""
-        name = key.hex()
-        return self._root / name[2:4] / (name + _SUFFIX)
+    def _seal(self, keys: Iterable[bytes]) -> None:
+        """Raises OSError."""
+        waiting = [(key, self._unsealed[key][1]) for key in dict.fromkeys(keys) if key in self._unsealed]
+        for what in _KINDS:
+            renamed = [(key, header) for key, header in waiting if header.what == what and self._rename(key)]
+            for folder in {self._folder(key) for key, _ in renamed}:
+                self._sync_directory(folder)
+            for key, header in renamed:
+                with self._counts:
+                    size = self._sizes.get(key, 0) if self._unsealed.pop(key, None) is not None else 0
+                if size:
+                    self.on_change(key, header, size)
 
-    def _path(self, key: bytes) -> Path:
+    def _rename(self, key: bytes) -> bool:
+        """To the name of a sealed segment; it does not count as one before its folder is synced. False: it is gone."""
+        with self._counts:  # so that it is not deleted under one name while it gets the other
+            waiting = self._unsealed.get(key)
+            if waiting is None:
+                return False
+            path = self._name(key)
+            self._make_folder(key)
+            try:
+                os.rename(waiting[0], path)
+            except FileNotFoundError:  # somebody has deleted a folder that was there
+                self._folders.clear()
+                self._make_folder(key)
+                os.rename(waiting[0], path)
+            self._unsealed[key] = (path, waiting[1])
+            return True
+
+    def _make_folder(self, key: bytes) -> None:
+        folder = self._folder(key)
+        if folder in self._folders:
+            return
+        path = Path(folder)
+        if not path.exists():
+            path.mkdir()
+            self._sync_directory(str(self._root))
+        self._folders.add(folder)
+
+    def _folder(self, key: bytes) -> str:
+        return f"{self._root}/{file_name(key)[:2]}"
+
+    def _name(self, key: bytes) -> str:
+        """Of a sealed segment."""
+        name = file_name(key)
+        return f"{self._root}/{name[:2]}/{name}"
+
+    def _path(self, key: bytes) -> str:
         waiting = self._unsealed.get(key)
         return self._name(key) if waiting is None else waiting[0]
 
-    def _forget(self, key: bytes) -> tuple[Path, int]:
+    def _forget(self, key: bytes) -> tuple[str, int]:
         """(where its file is, bytes it was charged)"""
         with self._counts:
             path = self._path(key)
@@ -253,36 +285,28 @@ class DiskTier:
             self._used -= size
         return path, size
 
-    def _rename(self, source: Path, path: Path) -> None:
-        self._make_folder(path.parent)
-        try:
-            os.rename(source, path)
-        except FileNotFoundError:  # somebody has deleted a folder that was there
-            self._folders.clear()
-            self._make_folder(path.parent)
-            os.rename(source, path)
-
-    def _make_folder(self, folder: Path) -> None:
-        if folder.name in self._folders:
-            return
-        if not folder.exists():
-            folder.mkdir()
-            self._sync_directory(self._root)
-        self._folders.add(folder.name)
+    def _failure(self, error: OSError, cost: int) -> TierFull | TierFailed:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return TierFull(self.name, cost, 0)
+        return TierFailed(f"tier {self.name}: {error.strerror}")
 
     def _scan(self) -> None:
         """Count what an earlier process left, by names and sizes: opening every file is for those who need headers.
 
-        Temporary files go, what has no segment's name is set aside.
+        Temporary files go, what has no segment's name is set aside. What lies in another folder than its own was put there by
+        an earlier version, and moves.
         """
         for leftover in self._root.glob("tmp-*"):
             leftover.unlink(missing_ok=True)
         for entry in self._files():
             try:
                 key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
-                if self._name(key) != Path(entry.path):
+                if file_name(key) != entry.name:
                     raise ValueError("not the name of a segment")
                 size = entry.stat().st_size
+                if self._name(key) != entry.path:
+                    self._make_folder(key)
+                    os.rename(entry.path, self._name(key))
             except ValueError as error:
                 self._quarantine.take(Path(entry.path), str(error), entry.name)
             except OSError as error:
@@ -292,12 +316,13 @@ class DiskTier:
         self._used = sum(self._sizes.values())
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self._root) as folders:
-            for folder in [f for f in folders if len(f.name) == 2 and f.is_dir()]:
-                with os.scandir(folder.path) as files:
-                    yield from (f for f in files if f.name.endswith(_SUFFIX))
+        with os.scandir(self._root) as entries:
+            folders = [f.path for f in entries if len(f.name) == 2 and f.is_dir()]
+        for folder in folders:
+            with os.scandir(folder) as files:
+                yield from [f for f in files if f.name.endswith(_SUFFIX)]  # all of them now: some may move
 
-    def _write(self, path: Path, buffers: list[bytes | memoryview]) -> None:
+    def _write(self, path: str, buffers: list[bytes | memoryview]) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             left = [memoryview(buffer) for buffer in buffers]
@@ -312,7 +337,7 @@ class DiskTier:
         finally:
             os.close(descriptor)
 
-    def _sync_directory(self, directory: Path) -> None:
+    def _sync_directory(self, directory: str) -> None:
         if not self._fsync:
             return
         descriptor = os.open(directory, os.O_RDONLY)
@@ -324,64 +349,23 @@ class DiskTier:
     def _open(self, key: bytes):
         try:
             try:
-                return self._path(key).open("rb", buffering=0)
+                return open(self._path(key), "rb", buffering=0)
             except FileNotFoundError:  # perhaps it was sealed in between
-                return self._name(key).open("rb", buffering=0)
+                return open(self._name(key), "rb", buffering=0)
         except OSError as error:
             reason = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
             raise SegmentBad(self.name, key, reason) from None
 
-    def _contents(self, key: bytes, descriptor: int) -> Contents:
-        """The header of an open file. That of the file read last is remembered: its parts are usually what is read next."""
-        try:
-            info = os.fstat(descriptor)
-            file = (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
-            last = self._last
-            if last is not None and last[0] == file and last[1].key == key:
-                return last[1]
-            length = header_length(os.pread(descriptor, 8, 0))
-            contents = decode_header(os.pread(descriptor, length, 8))
-            size = info.st_size
-        except (ValueError, OSError) as error:
-            raise SegmentBad(self.name, key, str(error)) from None
-        if contents.key != key:
-            raise SegmentBad(self.name, key, f"holds segment {contents.key.hex()}")
-        if contents.nbytes != size:
-            raise SegmentBad(self.name, key, f"file has {size} bytes, its header says {contents.nbytes}")
-        self._last = (file, contents)
-        return contents
 
-    def _part(self, key: bytes, descriptor: int, part: str) -> tuple[int, int, int]:
-        found = self._contents(key, descriptor).parts.get(part)
-        if found is None:
-            raise SegmentBad(self.name, key, f"no part {part!r}")
-        return found
-
-    def _fill(self, key: bytes, descriptor: int, part: str, out: np.ndarray, offset: int, checksum: int) -> None:
-        """Read a part into its place; what has arrived is summed up in another thread while the rest is read."""
-        running = RunningSum()
-        try:
-            for first in range(0, out.nbytes, READ_BYTES):
-                piece = out.data[first : first + READ_BYTES]
-                view, at = piece, offset + first
-                while len(view):
-                    count = os.preadv(descriptor, [view], at)
-                    if count == 0:
-                        raise SegmentBad(self.name, key, f"part {part!r} ends early")
-                    view, at = view[count:], at + count
-                running.add(piece, last=first + READ_BYTES >= out.nbytes)
-        except OSError as error:
-            raise SegmentBad(self.name, key, str(error.strerror)) from None
-        finally:
-            found = running.total()
-        if found != checksum:
-            raise SegmentBad(self.name, key, f"checksum of part {part!r} differs")
+def file_name(key: bytes) -> str:
+    """Of a sealed segment; its first two digits are the name of its folder, one for each kind of segment."""
+    return key.hex() + _SUFFIX
 
 
-def _discard(temporary: Path) -> None:
+def _discard(temporary: str) -> None:
     """A file system that has become read-only refuses this too, even where there is no such file; the next start does it."""
     with contextlib.suppress(OSError):
-        temporary.unlink()
+        Path(temporary).unlink()
 
 
 def _charged(nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import xxhash
@@ -54,7 +54,7 @@ class RamTier:
     def unsealed(self) -> Collection[bytes]:
         return ()
 
-    def seal(self, key: bytes) -> None:
+    def seal(self, keys: Iterable[bytes]) -> None:
         """Nothing here outlives the process."""
 
     def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:

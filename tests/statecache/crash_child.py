@@ -19,12 +19,13 @@ import numpy as np
 from sqlalchemy.engine.default import DefaultDialect
 
 import statecache.tiers.disk as disk_module
+from statecache.copies import SEALED_TOGETHER
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.tiers.disk import DiskTier
 from statecache.types import Boundary, BoundaryKind
 from tests.statecache.world import LAYOUT, NAMESPACE, SALT, context, save, truth
 
-SMALL = 60_000
+SMALL = 36_000
 LITTLE = 8_000
 """Memory for about 260 tokens."""
 CONTEXTS = [context(1, 400), context(2, 300), np.concatenate([context(1, 200), context(3, 200)])]
@@ -54,7 +55,7 @@ class Points:
         def write(_tier, path, buffers):
             self()
             data = b"".join(bytes(b) for b in buffers)
-            with path.open("xb", buffering=0) as file:
+            with open(path, "xb", buffering=0) as file:
                 file.write(data[: len(data) // 2])
                 self()
                 file.write(data[len(data) // 2 :])
@@ -99,7 +100,7 @@ def write_unproven(states: SavedStates, which: int, position: int) -> str:
 
 
 def settle(states: SavedStates) -> None:
-    while states.cache.copy_one() is not None:
+    while states.cache.copy_next(SEALED_TOGETHER) is not None:
         pass
     if states.ledger is not None:
         states.ledger.flush()
@@ -142,6 +143,7 @@ def life(phase: str, root: Path, points: Points | None) -> None:
             points.install()
         write(states, 1, 150, 290)
         write(states, 0, 399)
+        assert states.cache.stats().tiers["disk"].evictions
         states.close(0.0, everything=False)
         return
     states.close(0.0, everything=False)

@@ -184,7 +184,7 @@ def test_what_is_wanted_is_copied_in_bounded_pieces_and_then_goes_down():
     assert w.pools.copied == [128] * 7 + [64, 40]
     assert pieces == 9, "the last rows travel with the state"
     assert told == [1]
-    assert w.cache.copy_one()
+    assert w.cache.copy_next()
     (info,) = w.cache.checkpoints()
     assert info.tiers == ("device", "ram", "disk")
     assert w.cache.stats().left_bytes == 960 * 8 + 32
@@ -367,7 +367,7 @@ def test_a_context_that_memory_cannot_hold_goes_past_it_to_the_disk(leaves_first
         if leaves_first:
             w.cache.make_device_room(1 << 20)
             w.check()
-        while w.cache.copy_one() is not None:
+        while w.cache.copy_next() is not None:
             w.check()
     assert below is not None
     w.cache.make_device_room(1 << 20)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import statecache.tiers.disk as disk_module
-from statecache.errors import TierFull
+from statecache.errors import TierFailed, TierFull
 from statecache.segment import decode_header, encode_header, header_nbytes
 from statecache.store import StateCache
 from statecache.tiers.base import SegmentHeader
@@ -382,10 +382,89 @@ def test_a_folder_that_somebody_deletes_is_made_again(tmp_path):
     first, second, third = (b"s" + bytes(15) + bytes([n]) for n in range(3))
     for key in (first, second):
         disk.put(key, header, {"kv.tail": np.ones(5, np.uint8)})
-        shutil.rmtree(tmp_path / "00")
+        shutil.rmtree(tmp_path / "73")
     disk.put(third, header, {"kv.tail": np.ones(5, np.uint8)}, sealed=False)
-    disk.seal(third)
+    disk.seal([third])
     assert disk.read(third, "kv.tail").tolist() == [1] * 5
+
+
+def some_unsealed(disk: DiskTier, serial: int = 0) -> list[bytes]:
+    """Put unsealed, what needs others first: logits, two states, two extents."""
+    keys = [
+        letter + bytes(14) + bytes([serial, n]) for letter, count in ((b"l", 1), (b"s", 2), (b"x", 2)) for n in range(count)
+    ]
+    for key in keys:
+        what = {b"l": "logits", b"s": "state", b"x": "extent"}[key[:1]]
+        header = SegmentHeader(what, NAMESPACE, SALT, b"", b"", 0, 3, bytes(12))  # pyright: ignore[reportArgumentType]
+        disk.put(key, header, {"kv": np.ones(5, np.uint8)}, sealed=False)
+    return keys
+
+
+def test_what_is_sealed_together_is_sealed_before_what_needs_it_with_one_sync_for_each_folder(tmp_path, monkeypatch):
+    disk = DiskTier(tmp_path, 1 << 24, reserve_bytes=0)
+    done: list[tuple[str, str]] = []
+    disk.seal(some_unsealed(disk))  # its folders are there now
+    keys = some_unsealed(disk, 1)
+    real = disk_module.os.rename
+
+    def rename(source, target):
+        done.append(("rename", Path(target).parent.name))
+        real(source, target)
+
+    monkeypatch.setattr(disk_module.os, "rename", rename)
+    monkeypatch.setattr(DiskTier, "_sync_directory", lambda tier, folder: done.append(("sync", Path(folder).name)))
+    disk.on_change = lambda key, header, nbytes: done.append(("told", key.hex()[:2]))
+    disk.seal([*keys, keys[0], b"x" * 17])
+    x, s, last = (letter.hex() for letter in (b"x", b"s", b"l"))
+    assert done == [
+        *[("rename", x), ("rename", x), ("sync", x), ("told", x), ("told", x)],
+        *[("rename", s), ("rename", s), ("sync", s), ("told", s), ("told", s)],
+        *[("rename", last), ("sync", last), ("told", last)],
+    ]
+    assert not disk.unsealed
+    assert disk.used_bytes == on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_what_could_not_be_synced_is_not_sealed_and_can_be_sealed_later(tmp_path, monkeypatch, nth):
+    disk = DiskTier(tmp_path, 1 << 24, reserve_bytes=0)
+    disk.seal(some_unsealed(disk))
+    keys = some_unsealed(disk, 1)
+    real, calls, told = DiskTier._sync_directory, 0, []
+
+    def sync(tier, folder):
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise OSError(errno.EIO, "no sync")
+        real(tier, folder)
+
+    monkeypatch.setattr(DiskTier, "_sync_directory", sync)
+    disk.on_change = lambda key, header, nbytes: told.append(key)
+    with pytest.raises(TierFailed, match="no sync"):
+        disk.seal(keys)
+    in_order = [key for letter in (b"x", b"s", b"l") for key in keys if key[:1] == letter]
+    sealed = {1: 0, 2: 2, 3: 4}[nth]
+    assert told == in_order[:sealed]
+    assert set(disk.unsealed) == set(in_order[sealed:])
+    assert all(disk.read(key, "kv").tolist() == [1] * 5 for key in keys)
+    assert disk.delete(keys[0])
+    disk.seal(keys)
+    assert [key for key in told if key != keys[0]] == [key for key in in_order if key != keys[0]]
+    assert disk.used_bytes == on_disk(tmp_path)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_files_in_the_folders_of_an_earlier_version_are_found_and_moved(tmp_path):
+    before, tokens = filled(tmp_path)
+    for path in list(tmp_path.glob("??/*.safetensors")):
+        folder = tmp_path / path.name[2:4]
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    after = restart(tmp_path)
+    assert best(after, tokens) == 1500
+    assert after.stats().tiers["disk"].used_bytes == before.stats().tiers["disk"].used_bytes == on_disk(tmp_path)
+    assert {path.parent.name for path in tmp_path.glob("??/*.safetensors")} == {letter.hex() for letter in (b"x", b"s", b"l")}
 
 
 @given(header=headers, at=st.integers(0, 10**6), bit=st.integers(0, 7))

@@ -18,7 +18,7 @@ from sqlalchemy import Engine, inspect, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from agentserve.session.database import alembic_config, upgrade
-from statecache.durable import DiskSettings, SavedStates, open_states
+from statecache.durable import ROWS_S, DiskSettings, SavedStates, open_states
 from statecache.index import queries
 from statecache.index.connect import connect
 from statecache.index.tables import metadata, segments
@@ -370,7 +370,7 @@ def test_rows_are_told_to_the_database_a_few_seconds_at_a_time_and_pins_at_once(
     assert write(30) == 1, "nothing was told for long"
     clock.now += 1.0
     assert [write(40), write(50)] == [1, 1]
-    clock.now += 5.0
+    clock.now += ROWS_S
     assert write(60) == 4
     clock.now += 1.0
     assert write(50) == 4

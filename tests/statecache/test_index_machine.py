@@ -44,7 +44,7 @@ class DurableMachine(CacheMachine):
         self.cache.on_waiting = lambda: None  # the machine copies, not the writer's thread
 
     def _copy_down(self):
-        while self.cache.copy_one() is not None:
+        while self.cache.copy_next() is not None:
             pass
 
     @rule(count=st.integers(1, 3))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import statecache.tiers.disk as disk_module
 from statecache.durable import DiskSettings, open_states
 from statecache.errors import TierError, TierFailed, TierFull
 from statecache.policy import Policy
@@ -34,7 +33,7 @@ def behind(disk=None, ram: int = RAM, **kwargs) -> StateCache:
 
 
 def copy_down(cache: StateCache) -> None:
-    while cache.copy_one() is not None:
+    while cache.copy_next() is not None:
         close_books(cache)
 
 
@@ -235,7 +234,7 @@ def test_a_disk_without_room_gives_up_what_waits_and_what_builds_on_it() -> None
     given_up = 0
     for _ in range(4):
         try:
-            if cache.copy_one() is None:
+            if cache.copy_next() is None:
                 break
         except TierError as error:
             given_up += expected(error)
@@ -250,14 +249,14 @@ def test_a_full_disk_while_it_is_written_costs_only_that_checkpoint(tmp_path, mo
     cache, tokens = behind(DiskTier(tmp_path / "d", 1 << 24, reserve_bytes=0, fsync=False)), context(10, 1_500)
     grow(cache, tokens[:1_000])
     save(cache, tokens, 1_100)
-    real, calls = disk_module.os.rename, itertools.count()
+    real, calls = DiskTier._write, itertools.count()
 
-    def full(source, target):
+    def full(tier, path, buffers):
         if next(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(source, target)
+        real(tier, path, buffers)
 
-    monkeypatch.setattr(disk_module.os, "rename", full)
+    monkeypatch.setattr(DiskTier, "_write", full)
     with pytest.raises(TierFull):
         copy_down(cache)
     with pytest.raises(TierError, match="was not written"):
@@ -295,7 +294,7 @@ def test_any_order_of_saves_copies_failures_and_evictions_keeps_the_books(steps)
             if what != "save":
                 while True:
                     try:
-                        if cache.copy_one() is None:
+                        if cache.copy_next() is None:
                             break
                     except TierFailed:
                         break
@@ -306,7 +305,7 @@ def test_any_order_of_saves_copies_failures_and_evictions_keeps_the_books(steps)
     disk.fail_put_at = 0
     while cache._kept.waiting:
         try:
-            cache.copy_one()
+            cache.copy_next()
         except TierError as error:
             expected(error)
     assert cache._staging.items == {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+import statecache.tiers.disk as disk_module
 from statecache.durable import DiskSettings, SavedStates, open_states
 from statecache.errors import SegmentBad, TierFailed
 from statecache.index.connect import connect
@@ -118,16 +121,16 @@ def test_a_disk_that_fails_while_it_seals_is_tried_again(tmp_path: Path, monkeyp
         ids.append(result.checkpoint_id or "")
     cache.want(ids)
     copy_down(cache)
-    real, calls = tier.seal, 0
+    real, calls = os.rename, 0
 
-    def seal(key: bytes) -> None:
+    def rename(source: str, target: str) -> None:
         nonlocal calls
         calls += 1
         if calls == nth:
-            raise TierFailed("tier disk: no rename")
-        real(key)
+            raise OSError(errno.EIO, "no rename")
+        real(source, target)
 
-    monkeypatch.setattr(tier, "seal", seal)
+    monkeypatch.setattr(disk_module.os, "rename", rename)
     cache.prove(ids)
     with pytest.raises(TierFailed):
         copy_down(cache)
@@ -189,7 +192,7 @@ def test_one_that_is_being_written_while_it_is_spoiled_goes_when_it_is_written(t
         return real(*args, **kwargs)
 
     tier.put = put_and_spoil
-    cache.copy_one()
+    cache.copy_next()
     assert cache.checkpoints() == []
     close_books(cache)
     assert not list((tmp_path / "d").glob("tmp-*"))
@@ -222,6 +225,6 @@ def test_an_error_that_names_another_segment_still_ends_the_read() -> None:
 def test_a_copy_of_such_a_checkpoint_ends_too() -> None:
     cache, tokens = make(tiers=[Lying(1 << 20), RamTier(1 << 20, name="disk")], write_behind=True), context(10, 400)
     cache.want([save(cache, tokens, position).checkpoint_id or "" for position in (100, 200, 300)])
-    assert cache.copy_one() is None
+    assert cache.copy_next() is None
     assert cache.checkpoints() == []
     close_books(cache)

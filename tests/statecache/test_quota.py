@@ -93,11 +93,11 @@ def test_nothing_is_written_to_a_tier_that_shrinks_and_what_waits_is_written_aft
     waits = save(w.cache, context(99, 300), 290).checkpoint_id
     w.cache.set_budget("disk", w.disk.used_bytes // 2)
     w.cache.want([waits or ""])
-    assert w.cache.copy_one() is None
+    assert w.cache.copy_next() is None
     assert w.count("disk") == COUNT
     while w.cache.trim():
         pass
-    assert w.cache.copy_one()
+    assert w.cache.copy_next()
     assert waits in {i.id for i in w.cache.checkpoints() if "disk" in i.tiers}
     assert w.disk.used_bytes <= w.disk.budget_bytes
     close_books(w.cache)

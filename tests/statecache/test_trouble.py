@@ -96,9 +96,9 @@ def test_a_disk_that_refuses_writes_costs_no_turn_and_is_used_again(
     a_turn(states, 1)
     assert flush(states)
 
-    def refuse(_tier: DiskTier, path: Path, buffers: list[bytes | memoryview]) -> None:
+    def refuse(_tier: DiskTier, path: str, buffers: list[bytes | memoryview]) -> None:
         if reason != errno.EROFS:
-            path.write_bytes(b"".join(bytes(buffer) for buffer in buffers)[:4096])
+            Path(path).write_bytes(b"".join(bytes(buffer) for buffer in buffers)[:4096])
         raise OSError(reason, "refused")
 
     def refuse_all(*_arguments: object, **_named: object) -> None:
@@ -139,7 +139,7 @@ def test_a_throttled_disk_costs_no_turn_and_is_told_once(
     states = opened(60_000)
     may_write, real = threading.Semaphore(0), DiskTier._write
 
-    def throttled(tier: DiskTier, path: Path, buffers: list[bytes | memoryview]) -> None:
+    def throttled(tier: DiskTier, path: str, buffers: list[bytes | memoryview]) -> None:
         assert may_write.acquire(timeout=60)
         real(tier, path, buffers)
 

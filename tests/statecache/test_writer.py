@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
 
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 import statecache.tiers.disk as disk_module
 from statecache.directory import claim, describe, folder_of, make_room, namespaces, size_of
 from statecache.durable import DiskSettings, open_states
-from statecache.errors import TierFailed
+from statecache.errors import TierFailed, TierFull
 from statecache.policy import LASTING, MESSAGE_ENDS, Policy, worth_disk
+from statecache.store import StateCache
+from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import Boundary, BoundaryKind
 from statecache.writer import HOUR_S, Allowance, Writer
@@ -332,3 +335,55 @@ def test_what_follows_copies_is_done_once_for_many_of_them():
     cache.want([save(cache, tokens, position).checkpoint_id or "" for position in range(100, 140)])
     settle(writer)
     assert left == [24, 8, 0]
+
+
+def several(tier: DiskTier) -> tuple[StateCache, list[str]]:
+    """A cache over memory and this, and three checkpoints that wait."""
+    cache = make(tiers=[RamTier(1 << 20), tier], write_behind=True)
+    ids = [save(cache, context(seed, 200), 190).checkpoint_id or "" for seed in range(3)]
+    cache.want(ids)
+    return cache, ids
+
+
+def test_those_that_could_not_be_sealed_together_wait_in_order_and_are_sealed_later(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 24, reserve_bytes=0)
+    cache, ids = several(tier)
+
+    def broken(_tier, _folder):
+        raise OSError(errno.EIO, "no sync")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "_sync_directory", broken)
+        with pytest.raises(TierFailed, match="no sync"):
+            cache.copy_next(8)
+    close_books(cache)
+    assert list(cache._kept.waiting) == ids
+    assert tier.unsealed
+    assert cache.copy_next(8) == 0, "they are written already"
+    assert cache.copy_next(8) is None
+    assert not tier.unsealed
+    close_books(cache)
+    after = make(tiers=[DiskTier(tmp_path, 1 << 24, reserve_bytes=0)])
+    after.recover()
+    assert [best(after, context(seed, 200)) for seed in range(3)] == [190] * 3
+
+
+def test_one_that_fails_behind_others_costs_them_nothing_and_is_told_by_the_next_call(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1 << 24, reserve_bytes=0)
+    cache, ids = several(tier)
+    real, calls = DiskTier._write, itertools.count()
+
+    def full(tier: DiskTier, path: str, buffers) -> None:
+        if next(calls) == 2:  # the second one's blocks
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tier, path, buffers)
+
+    monkeypatch.setattr(DiskTier, "_write", full)
+    assert cache.copy_next(8)
+    assert not tier.unsealed
+    with pytest.raises(TierFull):
+        cache.copy_next(8)
+    assert cache.copy_next(8)
+    assert cache.copy_next(8) is None
+    assert [i in cache._kept.shelves[1].holdings for i in ids] == [True, False, True]
+    close_books(cache)

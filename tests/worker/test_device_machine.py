@@ -142,7 +142,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
     @rule()
     def write_to_disk(self):
-        self.cache.copy_one()
+        self.cache.copy_next()
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
