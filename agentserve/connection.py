@@ -305,6 +305,9 @@ class Connection:
         task = asyncio.create_task(self._run(job), name=f"socket-{job.id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if isinstance(job, TurnRequest):
+            self.services.beginning[job.id] = False
+            task.add_done_callback(lambda _: self.services.beginning.pop(job.id, None))
 
     async def _run(self, job: Job) -> None:
         body: ResponseBody | None = None
@@ -338,6 +341,9 @@ class Connection:
         if response_id is None:
             job = self._lanes.active(lane)
             response_id = None if job is None else job.id
+            if response_id in self.services.beginning:  # its context is still looked up
+                self.services.beginning[response_id] = True
+                return
         turn = None if response_id is None else self.services.active.get(response_id)
         if turn is None or turn.request.principal.id != self.principal.id:
             raise NotFound("no such response is running", "response_id")

@@ -29,7 +29,8 @@ class Services:
     """Each is used by all turns.
 
     models: those that are served; clients that name none get the first. threads: runs rendering, which takes long for long
-    contexts. active: running turns by response id. claims: their idempotency keys. endings: turns that failed.
+    contexts. active: running turns by response id. beginning: those of sockets that do not run yet, and whether they were
+    cancelled. claims: their idempotency keys. endings: turns that failed.
     reader: the thread that large messages are read on. rules: what answers must be. background: tasks that nobody waits for.
     seal: for what clients carry.
     """
@@ -40,6 +41,7 @@ class Services:
     threads: Executor
     metrics: Metrics = field(default_factory=Metrics)
     active: dict[str, Turn] = field(default_factory=dict)
+    beginning: dict[str, bool] = field(default_factory=dict)
     seal: Seal = field(default_factory=Seal)
     quotas: Quotas = field(init=False)
     claims: Claims = field(default_factory=Claims)

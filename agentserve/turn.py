@@ -175,6 +175,8 @@ class Turn:
 
         timer = loop.call_later(every_s, sign_of_life)
         services.active[self.request.id] = self
+        if services.beginning.pop(self.request.id, False):
+            self.cancel()
         services.metrics.active_responses(len(services.active))
         try:
             yield

@@ -6,6 +6,7 @@ Nothing here keeps state or knows sockets.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -156,7 +157,8 @@ def _typed(data: bytes | str | Raw, kind: type[T], where: str) -> T:
     try:
         return _decode(data, kind, where)
     except msgspec.ValidationError:
-        msgspec.json.decode(data, type=Raw if is_large(data) else Any)
+        with contextlib.suppress(msgspec.ValidationError):  # a number that no float holds; it has a name in the other error
+            msgspec.json.decode(data, type=Raw if is_large(data) else Any)
         raise
 
 

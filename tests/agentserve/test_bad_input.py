@@ -296,3 +296,10 @@ SHAPES = st.recursive(
 def test_no_body_breaks_the_server(server: FakeServer, body: dict[str, Any]) -> None:
     answer = httpx.post(f"{server.url}/v1/responses", content=json.dumps(body), headers=AUTH)
     assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize("field", ["temperature", "tool_choice", "top_p"])
+def test_a_number_that_no_float_holds_is_told_by_its_field(server: FakeServer, field: str) -> None:
+    body = f'{{"input": "x", "{field}": 1e999}}'
+    error = httpx.post(f"{server.url}/v1/responses", content=body, headers=AUTH).json()["error"]
+    assert (error["code"], error["param"], error["message"]) == ("invalid_value", field, f"{field}: Number out of range")

@@ -197,6 +197,35 @@ def test_a_cancelled_turn_ends_as_incomplete_and_the_lane_goes_on(server: FakeSe
     assert check(until_terminal(socket))["status"] == "completed"
 
 
+@pytest.mark.parametrize("lane", [{}, {"stream_id": "a"}])
+def test_a_turn_that_is_cancelled_while_its_context_is_looked_up_never_reaches_the_worker(
+    server: FakeServer, socket: ClientConnection, lane: dict[str, str]
+) -> None:
+    send(socket, input="a", **lane)
+    first = check(until_terminal(socket), lane.get("stream_id"))["id"]
+    gate, chain = asyncio.Event(), server.store.chain
+
+    async def slow(principal: str, response_id: str) -> Any:
+        await gate.wait()
+        return await chain(principal, response_id)
+
+    server.store.chain = slow
+    send(socket, input="b", previous_response_id=first, **lane)
+    socket.send(json.dumps({"type": "response.cancel", **lane}))
+    socket.send(json.dumps({"type": "response.cancel", "response_id": "resp_0", "stream_id": "other"}))
+    unknown = json.loads(socket.recv(timeout=60))  # so the one before it was taken
+    assert (unknown["type"], unknown["stream_id"]) == ("error", "other")
+    server.call(gate.set)
+    final = check(until_terminal(socket), lane.get("stream_id"))
+    assert (final["status"], final["incomplete_details"], final["output"]) == ("cancelled", {"reason": "cancelled"}, [])
+    assert len(server.worker.starts) == 1
+    wait_for(lambda: not server.services.beginning)
+    send(socket, input="c", previous_response_id=first, **lane)
+    assert check(until_terminal(socket), lane.get("stream_id"))["status"] == "completed"
+    socket.send(json.dumps({"type": "response.cancel", **lane}))
+    assert json.loads(socket.recv(timeout=60))["error"]["code"] == "not_found"
+
+
 def test_a_client_that_leaves_stops_its_turns(server: FakeServer) -> None:
     server.worker.scripts.append(lambda start: [*answer("abc")(start)[:-1], asyncio.Event()])
     with connect(server.ws_url, additional_headers=AUTH) as one:
