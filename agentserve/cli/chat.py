@@ -39,10 +39,9 @@ def chat(
     tools: Annotated[
         Path | None,
         typer.Option(
+            parser=options.folder,
             help="Let the model list, read and search files in this directory (nothing is written) and calculate.",
             metavar="DIR",
-            exists=True,
-            file_okay=False,
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,

@@ -44,7 +44,10 @@ WIDTH = 100
 
 def demo(
     model: options.Model = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the server's state and log in this directory.", metavar="DIR")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(parser=options.path, help="Keep the server's state and log in this directory.", metavar="DIR"),
+    ] = None,
 ) -> None:
     """Run an agent session with real tools on the embedded model, CPU only, in under a minute.
 

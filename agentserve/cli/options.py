@@ -11,11 +11,27 @@ import typer
 if TYPE_CHECKING:
     from agentserve.config import Config
 
+
+def path(text: str) -> Path:
+    """Of an option. A variable of the shell that is not set must not mean the folder one happens to stand in."""
+    if not text:
+        raise typer.BadParameter("is empty")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """The same of one that must be there."""
+    if not path(text).is_dir():
+        raise typer.BadParameter(f"{text}: no such directory")
+    return Path(text)
+
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
         "-c",
+        parser=path,
         help="TOML file with settings (docs/settings.md); flags and AGENTSERVE_* variables win over it.",
         metavar="FILE",
     ),
@@ -24,13 +40,16 @@ StateDir = Annotated[
     Path | None,
     typer.Option(
         "--state-dir",
+        parser=path,
         help="Where databases, the token and checkpoints are kept. Default: ~/.local/state/agentserve.",
         metavar="DIR",
     ),
 ]
 Model = Annotated[
     Path | None,
-    typer.Option("--model", "-m", help="Hugging Face checkpoint directory. Default: the embedded demo model.", metavar="DIR"),
+    typer.Option(
+        "--model", "-m", parser=path, help="Hugging Face checkpoint directory. Default: the embedded demo model.", metavar="DIR"
+    ),
 ]
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")]
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on, 0 for any free one. Default: 8741.")]

@@ -25,6 +25,7 @@ def serve(
         typer.Option(
             "--model",
             "-m",
+            parser=options.path,
             help="Hugging Face checkpoint directory; may be repeated to serve several. Default: the embedded demo model.",
             metavar="DIR",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,6 +38,11 @@ def stranger() -> Iterator[str]:
 
 
 WRONG = [
+    ("serve --state-dir ''", "Invalid value for '--state-dir': is empty"),
+    ("serve --model ''", "Invalid value for '--model' / '-m': is empty"),
+    ("doctor --config ''", "Invalid value for '--config' / '-c': is empty"),
+    ("chat --tools ''", "Invalid value for '--tools': is empty"),
+    ("chat --tools /nowhere", "Invalid value for '--tools': /nowhere: no such directory"),
     ("chat --url localhost:8741 --once x", "--url must begin with http:// or https://, got 'localhost:8741'"),
     ("chat --url http://[::1 --once x", "--url 'http://[::1': Invalid IPv6 URL"),
     ("cache quota --url http://127.0.0.1:no", "--url 'http://127.0.0.1:no': Port could not be cast"),
@@ -45,7 +51,6 @@ WRONG = [
     ("memory --url http://127.0.0.1:9", "no server at http://127.0.0.1:9: Connection refused\nIs it running?"),
     ("chat --url STRANGER --once x", "STRANGER does not answer as a server does"),
     ("chat --url STRANGER --token bad --once x", "answered 401: got an unknown token\nThe token is printed"),
-    ("chat --tools /nowhere --once x", "'/nowhere' does not exist"),
     ("chat --temperature 9 --once x", "less than or equal to 2"),
     ("demo --keep /dev/null/x", "cannot use /dev/null/x: Not a directory"),
     ("migrate --database-url mysql://u@h/d", "sqlite and postgresql are"),
@@ -72,7 +77,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "message"), WRONG)
 def test_wrong_use_is_told_in_a_line(line: str, message: str, stranger: str, tmp_path: Path) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path), "COLUMNS": "200", "TERM": "dumb", "AGENTSERVE_TOKEN": None}
-    result = CliRunner().invoke(app, line.replace("STRANGER", stranger).split(), env=environment)
+    result = CliRunner().invoke(app, shlex.split(line.replace("STRANGER", stranger)), env=environment)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code != 0
     assert message.replace("STRANGER", stranger) in result.output
