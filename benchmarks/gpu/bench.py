@@ -246,6 +246,8 @@ class Bench:
             engine = Engine(model, placed.config, "", None, device, placed.divided)
             pools: Any = engine.store
             model.warm_up(pools.kv, pools.states)
+            if self.device.torch_device.type == "cuda":
+                model.rehearse(pools.kv, pools.states, config.rehearse_tokens)  # as a server does: no turn meets the compiler
             arms = Arms(model, self.device, self.rates, self.sizes.max_rows, engine.passes.ahead)
             arms.use("auto")  # prefill, too, goes by the measured rates from here on
             gc.collect()
