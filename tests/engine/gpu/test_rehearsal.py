@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,11 +32,11 @@ class Kinds:
 
 
 @pytest.fixture
-def kinds(monkeypatch) -> Iterator[Kinds]:
+def kinds(monkeypatch) -> Kinds:
     found = Kinds()
     monkeypatch.setattr(base, "_launches", found)
     monkeypatch.setattr(base, "reuse_compiled", True)
-    yield found
+    return found
 
 
 def told(new: set[tuple[object, ...]]) -> str:
