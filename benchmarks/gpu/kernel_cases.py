@@ -218,7 +218,7 @@ def _union(g: Geometry, make: Maker) -> Iterator[Case]:
     slot_of, cpu = make.ints([0] * g.experts), make.empty(*ids.shape, dtype=torch.int32)
     work, counts = make.ints([[0, 0]] * g.experts), make.ints([0] * 4)
     for first in (True, False):
-        run = partial(ops.union, state, 0, ids, 64, table, first, slot_of, cpu, work, counts)
+        run = partial(ops.union, state, 0, ids, 64, table, first, 0, slot_of, cpu, work, counts)
         yield Case(f"union {'first' if first else 'later'}", run, size(ids, cpu) if first else 0)
 
 

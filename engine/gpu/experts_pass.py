@@ -19,7 +19,7 @@ from engine.device.tape import Lane, Tape
 from engine.gpu.decode import Buffers
 from engine.gpu.experts import HANDOFF_TOKENS, WAIT_LIMIT_US, ExpertPool
 from engine.gpu.stream import Streamer, expert_counts
-from engine.moe.cost import LayerPlan, plan_layer, ring_slots, streams
+from engine.moe.cost import LayerPlan, plan_layer, ring_part, ring_slots, streams
 from engine.moe.device_state import floor_of
 
 
@@ -40,6 +40,7 @@ class ExpertPass:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream: Streamer | None = None
         self._routed: tuple[int, Moment] | None = None
+        self._since = 0
         self.ways = {"resident": 0, "union": 0, "stream": 0}
         """Layers that went each way since the start."""
 
@@ -55,9 +56,12 @@ class ExpertPass:
         if pool.resident:
             return
         slots = pool.state.pull()
+        self._since = slots.step
         rates, size = pool.split.rates, pool.bank.record.nbytes
         record = pool.bank.record
         flops = self._flops + 6 * pool.top_k * record.hidden * record.inter
+        compute_ns = tokens * flops // max(1, rates.gpu_gflops)
+        part = ring_part(rates, size, compute_ns)
         for layer in range(pool.layers):
             missing = pool.experts - slots.residents[layer]
             plan = plan_layer(
@@ -69,12 +73,12 @@ class ExpertPass:
                 missing=missing,
                 handoff_tokens=pool.box.tokens,
                 handoff_bytes=pool.box.token_bytes,
-                ring=ring_slots(pool.slots, pool.layers, pool.experts, missing),
-                compute_ns=tokens * flops // max(1, rates.gpu_gflops),
+                ring=ring_slots(pool.slots, pool.layers, pool.experts, missing, part),
+                compute_ns=compute_ns,
             )
             self._plans.append(plan)
         if streams(self._plans):
-            self._stream = Streamer(pool, slots, range(pool.layers))
+            self._stream = Streamer(pool, slots, range(pool.layers), part)
 
     def end(self) -> None:
         """The pass is over, or was given up: slots are returned."""
@@ -136,8 +140,9 @@ class ExpertPass:
         floor = floor_of(pool.slots, pool.layers)
         for turn in range(union_rounds(pool.experts, pool.slots, len(self._work), pool.layers, floor, ids.numel())):
             tape = Tape()
-            args = (pool.state, layer, ids, pool.slots, quota, turn == 0, self._slot_of, there, self._work, pool.counts)
-            tape.add(lambda args=args: ops.union(*args))
+            args = (pool.state, layer, ids, pool.slots, quota, turn == 0, self._since)
+            out = (self._slot_of, there, self._work, pool.counts)
+            tape.add(lambda args=(*args, *out): ops.union(*args))
             if turn == 0 and use_cpu:
                 self._ask(tape, layer, x, there, weights, slice(0, HANDOFF_TOKENS))
             tape.fork()

@@ -16,7 +16,7 @@ import torch
 
 from engine.device.tape import Lane, Tape
 from engine.gpu.experts import ExpertPool
-from engine.moe.cost import keepers, ring_slots
+from engine.moe.cost import RING_PART, keepers, ring_slots
 from engine.moe.slots import NONE, SlotMap
 from engine.moe.transfer import Ring
 
@@ -27,13 +27,14 @@ KEPT_SHARE = 8
 class Streamer:
     """One pass. slots: the maps as they are now, on the host; changed here and, for the slots that changed, on the device.
 
-    layers: MoE layers that stream, in the order of the pass. While a streamer is open nothing else may change owners.
+    layers: MoE layers that stream, in the order of the pass. part: most experts that are copied at a time. While a streamer is
+    open nothing else may change owners.
     """
 
-    def __init__(self, pool: ExpertPool, slots: SlotMap, layers: Sequence[int]) -> None:
+    def __init__(self, pool: ExpertPool, slots: SlotMap, layers: Sequence[int], part: int = RING_PART) -> None:
         self._pool, self._slots = pool, slots
         most = max((len(self._missing(layer)) for layer in layers), default=0)
-        self._ring = Ring(slots, ring_slots(pool.slots, pool.layers, pool.experts, most))
+        self._ring = Ring(slots, ring_slots(pool.slots, pool.layers, pool.experts, most, part))
         self._part = max(1, len(self._ring) // 2)
         pool.state.write_back(slots, list(slots.lent))
         self._todo: deque[tuple[int, list[int]]] = deque()

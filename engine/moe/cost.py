@@ -215,14 +215,21 @@ def streams(plans: list[LayerPlan]) -> bool:
 
 
 RING_PART = 48
-"""Experts that are copied at a time. Every slot of the ring is one resident fewer, which must be streamed then: no more than
-keep the link busy while a layer's mixer computes (5 ms for experts of 6 MB at 55 GB/s)."""
+"""Most experts that are copied at a time. Every slot of the ring is one resident fewer, which must be streamed then."""
+
+RING_LEAST = 12
 
 
-def ring_slots(slots: int, layers: int, experts: int, missing: int) -> int:
+def ring_part(rates: Rates, record_bytes: int, compute_ns: int) -> int:
+    """Experts that a streamed pass copies at a time: as many as keep the link busy while a layer computes, which takes some
+    four times what its operations say (`compute_ns`)."""
+    return max(RING_LEAST, min(RING_PART, 4 * compute_ns // max(1, _ns(record_bytes, rates.copy_mbs))))
+
+
+def ring_slots(slots: int, layers: int, experts: int, missing: int, part: int = RING_PART) -> int:
     """Slots that a streamed pass borrows: room for two parts of a layer's missing experts, but never more than half of the
     pool, whose other half keeps what decoding needs."""
-    return max(0, min(2 * max(1, missing), 2 * RING_PART, slots // 2, slots - layers))
+    return max(0, min(2 * max(1, missing), 2 * part, slots // 2, slots - layers))
 
 
 def keepers(counts: list[int], streamed: list[int], top: int) -> list[int]:

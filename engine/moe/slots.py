@@ -52,17 +52,23 @@ class SlotMap:
         self.heat[slot] = (self.heat[slot] >> min(idle // 64, 31)) + 1
         self.last_use[slot] = self.step
 
-    def victim(self, active: Collection[int], layer: int, taken: Collection[int] = ()) -> int:
+    def victim(self, active: Collection[int], layer: int, taken: Collection[int] = (), since: int | None = None) -> int:
         """A slot for an expert of `layer`: a free one, else the policy's choice; NONE if there is none to be had.
 
         active: flat ids used in this step; their slots are never chosen. taken: slots that this step cleared for others
-        and has not published yet. The victim's owner stays until `clear`.
+        and has not published yet. since: the step in which a pass through all layers began, None outside of one: see
+        `pass_order`. The victim's owner stays until `clear`.
         """
         candidates = [s for s in range(self.slots) if not (s in self.lent or s in taken or self.id_of_slot[s] in active)]
         free = next((s for s in candidates if self.id_of_slot[s] == NONE), NONE)
         if free != NONE or not candidates:
             return free
-        return self.policy(self, candidates, layer)
+        return self.policy(self, candidates, layer, since)
+
+    def order(self, slot: int, layer: int, since: int | None) -> tuple[int, int]:
+        """`pass_order` of an owned slot; outside of a pass all are alike."""
+        home = self.id_of_slot[slot] // self.experts
+        return (0, 0) if since is None else pass_order(layer, home, self.last_use[slot], self.residents[home], since)
 
     def clear(self, slot: int) -> None:
         """Take the slot's owner out of both maps. Must come before its bytes change."""
@@ -99,12 +105,25 @@ class SlotMap:
             self.assign(slot, flat_id)
 
 
-VictimPolicy = Callable[[SlotMap, list[int], int], int]
+def pass_order(layer: int, home: int, last_use: int, residents: int, since: int) -> tuple[int, int]:
+    """How soon a slot may go for an expert of `layer` while a pass goes through all layers: least first, then by policy.
+
+    home: the owner's layer, which has so many residents. since: the step in which the pass began. First what the pass has left
+    behind unused, then what it used in layers before, and what belongs to layers still to come only if there is nothing else,
+    both from the layer that has most. A pass of some dozen tokens uses nearly every expert of each layer, and by age alone each
+    layer would push out what the next one needs, as a cyclic scan does to every LRU.
+    """
+    if home > layer:
+        return 2, -residents
+    return (1, -residents) if last_use > since else (0, 0)
 
 
-def lru(slots: SlotMap, candidates: list[int], layer: int) -> int:
+VictimPolicy = Callable[[SlotMap, list[int], int, int | None], int]
+
+
+def lru(slots: SlotMap, candidates: list[int], layer: int, since: int | None) -> int:
     """The slot unused for longest, whatever its layer."""
-    return min(candidates, key=lambda s: (slots.last_use[s], s))
+    return min(candidates, key=lambda s: (*slots.order(s, layer, since), slots.last_use[s], s))
 
 
 def lru_with_floor(floor: int) -> VictimPolicy:
@@ -113,23 +132,24 @@ def lru_with_floor(floor: int) -> VictimPolicy:
     A global LRU over a cyclic scan of all layers evicts exactly what comes next: 0% hits when slots < one step's experts.
     """
 
-    def choose(slots: SlotMap, candidates: list[int], layer: int) -> int:
+    def choose(slots: SlotMap, candidates: list[int], layer: int, since: int | None) -> int:
         def spare(slot: int) -> bool:
             owner = slots.id_of_slot[slot] // slots.experts
             return owner == layer or slots.residents[owner] > floor
 
         spares = [s for s in candidates if spare(s)]
-        return lru(slots, spares, layer) if spares else NONE
+        return lru(slots, spares, layer, since) if spares else NONE
 
     return choose
 
 
-def frequency_aged(slots: SlotMap, candidates: list[int], layer: int) -> int:
+def frequency_aged(slots: SlotMap, candidates: list[int], layer: int, since: int | None) -> int:
     """The least used slot, counts halved for every 64 idle steps; ties go to the older."""
 
-    def key(slot: int) -> tuple[int, int, int]:
+    def key(slot: int) -> tuple[int, ...]:
         idle = slots.step - slots.last_use[slot]
-        return slots.heat[slot] >> min(idle // 64, 31), slots.last_use[slot], slot
+        heat = slots.heat[slot] >> min(idle // 64, 31)
+        return *slots.order(slot, layer, since), heat, slots.last_use[slot], slot
 
     return min(candidates, key=key)
 

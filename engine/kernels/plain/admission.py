@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.moe.device_state import FREE, SlotState
-from engine.moe.slots import NONE
+from engine.moe.slots import NONE, pass_order
 
 Tensor = torch.Tensor
 
@@ -60,12 +60,15 @@ def union(
     limit: int,
     table: Tensor | None,
     first: bool,
+    since: int,
     slot_of: Tensor,
     cpu: Tensor,
     work: Tensor,
     counts: Tensor,
 ) -> None:
     """One round of fetching what a prefill batch routes to: slot_of int32 [E] says which experts can be computed after it.
+
+    since: the step in which the pass over all layers began; victims go by slots.pass_order.
 
     Misses with the most tokens first, then the lowest id; at most min(limit, W) and as many as there are victims, never one
     that ids uses. first: the step is counted; of m misses the first table[m] of that order are fetched over all rounds, and
@@ -104,7 +107,7 @@ def union(
         active = set()
     taken: dict[int, int] = {}
     for e in waiting[: min(limit, len(work))]:
-        slot = _victim(state, active, layer, set(taken.values()))
+        slot = _victim(state, active, layer, set(taken.values()), since)
         if slot == NONE:
             break
         _assign(state, slot, base + e)
@@ -139,21 +142,35 @@ def _touch(state: SlotState, slot: int) -> None:
     state.last_use[slot] = int(state.step)
 
 
-def _victim(state: SlotState, active: set[int], layer: int, taken: set[int]) -> int:
-    """As SlotMap.victim: a free slot, else the policy's choice among slots whose owner is not active; NONE if there is none."""
+def _victim(state: SlotState, active: set[int], layer: int, taken: set[int], since: int | None = None) -> int:
+    """As SlotMap.victim: a free slot, else the policy's choice among slots whose owner is not active; NONE if there is none.
+
+    since: while a pass goes through all layers, see slots.pass_order.
+    """
     owners = state.id_of_slot.tolist()
     usable = [s for s, owner in enumerate(owners) if owner >= FREE and s not in taken and owner not in active]
     free = next((s for s in usable if owners[s] == FREE), NONE)
     if free != NONE or not usable:
         return free
     last, step = state.last_use.tolist(), int(state.step)
+
+    residents = state.residents.tolist()
+
+    def order(slot: int) -> tuple[int, int]:
+        home = owners[slot] // state.experts
+        return (0, 0) if since is None else pass_order(layer, home, last[slot], residents[home], since)
+
     if state.policy == "frequency":
         heat = state.heat.tolist()
-        return min(usable, key=lambda s: (heat[s] >> min((step - last[s]) // 64, 31), last[s], s))
+
+        def cooled(slot: int) -> tuple[int, ...]:
+            return *order(slot), heat[slot] >> min((step - last[slot]) // 64, 31), last[slot], slot
+
+        return min(usable, key=cooled)
     if state.policy == "lru_floor":
-        residents, floor = state.residents.tolist(), int(state.floor)
+        floor = int(state.floor)
         usable = [s for s in usable if owners[s] // state.experts == layer or residents[owners[s] // state.experts] > floor]
-    return min(usable, key=lambda s: (last[s], s)) if usable else NONE
+    return min(usable, key=lambda s: (*order(s), last[s], s)) if usable else NONE
 
 
 def _assign(state: SlotState, slot: int, flat_id: int) -> None:

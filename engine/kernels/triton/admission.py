@@ -24,6 +24,8 @@ _MOST_EXPERTS, _MOST_SLOTS = 1024, 32768
 _ADMIT_PAIRS = 16
 
 _NEVER = tl.constexpr(2**62)
+_LATER, _BEFORE = tl.constexpr(2**61), tl.constexpr(2**60)
+"""Keys of slots are steps times the number of slots (2¹⁵ at most) plus the slot, far below these: see slots.pass_order."""
 _ABSENT = tl.constexpr(2**30)
 
 
@@ -48,11 +50,12 @@ def _hit(slot_for_id, last_use, heat, base, e, active, now):
 
 @triton.jit
 def _take(
-    queue, wanted, slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now, slots, layers, experts, floor,
-    FIRST: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
+    queue, wanted, slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now, since, slots, layers, experts,
+    floor, FIRST: tl.constexpr, PASS: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     """Give slots to the first `wanted` experts of queue, in order, while there are victims.
 
+    PASS: victims go by slots.pass_order, for a pass that began in step `since`.
     FIRST: slots used in this step have experts that are needed, and stay. Returns how many got one, and each expert's slot.
     """
     given = tl.full((EP,), -1, tl.int32)
@@ -68,8 +71,10 @@ def _take(
         eligible = free | owned
         if FIRST:
             eligible = free | (owned & (use < now))
-        key = tl.where(eligible, key, _NEVER)
         aged = tl.where(free, -1, _aged(tl.load(heat + s, mask=s < slots, other=0), now - use))
+        if PASS:
+            key += tl.where(owned & (home > layer), _LATER, tl.where(owned & (use > since), _BEFORE, 0))
+        key = tl.where(eligible, key, _NEVER)
         left = tl.load(residents + every, mask=every < layers, other=0)
         kept = tl.load(floor)
         crowd = tl.load(residents + home, mask=owned, other=0)
@@ -79,9 +84,15 @@ def _take(
             best = key
             if POLICY == 1:
                 best = tl.where(free | (home == layer) | (crowd > kept), key, _NEVER)
+            if PASS:
+                kind = tl.min(best, 0)
+                kind = tl.where(kind < _BEFORE, _BEFORE, tl.where(kind < _LATER, _LATER, _NEVER))
+                best = tl.where(best < kind, best, _NEVER)
+                if kind > _BEFORE:
+                    best = tl.where(crowd == tl.max(tl.where(best < _NEVER, crowd, 0), 0), best, _NEVER)
             if POLICY == 2:
-                coldest = tl.min(tl.where(key < _NEVER, aged, 2147483647), 0)
-                best = tl.where(aged == coldest, key, _NEVER)
+                coldest = tl.min(tl.where(best < _NEVER, aged, 2147483647), 0)
+                best = tl.where(aged == coldest, best, _NEVER)
             lowest = tl.min(best, 0)
             going = tl.where(lowest < _NEVER, 1, 0)
             if going > 0:
@@ -154,7 +165,7 @@ def _admit(
         queued = _line_up(queue, keys, first, miss & (base + e < pinned), quota, experts, EP)
     taken, given = _take(
         queue, tl.sum(tl.where(queued, 1, 0), 0), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
-        slots, layers, experts, floor, True, POLICY, EP, SP, LP,
+        now, slots, layers, experts, floor, True, False, POLICY, EP, SP, LP,
     )  # fmt: skip
     # One number for each expert: its slot times four, plus where it runs (0 resident, 1 fetched, 2 CPU).
     code = tl.where(slot >= 0, slot * 4, tl.where(given >= 0, given * 4 + 1, 2))
@@ -173,10 +184,10 @@ def _admit(
     tl.store(step, now)
 
 
-@triton.jit(do_not_specialize=["blocks", "layer"])
+@triton.jit(do_not_specialize=["blocks", "layer", "since"])
 def _union(
     sums, slot_for_id, id_of_slot, last_use, heat, residents, step, totals, round_ids, round_left, keys, on_cpu, slot_of, work,
-    counts, table, floor, blocks, experts, slots, layers, layer, limit, entries, pinned,
+    counts, table, floor, blocks, experts, slots, layers, layer, since, limit, entries, pinned,
     FIRST: tl.constexpr, TABLE: tl.constexpr, POLICY: tl.constexpr, EP: tl.constexpr, SP: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
     e, four = tl.arange(0, EP), tl.arange(0, 4)
@@ -204,7 +215,7 @@ def _union(
     waiting = tl.sum(tl.where(tl.load(round_ids + e, mask=e < experts, other=-1) >= 0, 1, 0), 0)
     taken, given = _take(
         round_ids, tl.minimum(limit, waiting), slot_for_id, id_of_slot, last_use, heat, residents, work, base, layer, now,
-        slots, layers, experts, floor, FIRST, POLICY, EP, SP, LP,
+        since, slots, layers, experts, floor, FIRST, True, POLICY, EP, SP, LP,
     )  # fmt: skip
     tl.store(slot_of + e, tl.where(given >= 0, given, slot), mask=e < experts)
     rest = tl.load(round_ids + taken + e, mask=taken + e < experts, other=-1)
@@ -267,6 +278,7 @@ def union(
     limit: int,
     table: torch.Tensor | None,
     first: bool,
+    since: int,
     slot_of: torch.Tensor,
     cpu: torch.Tensor,
     work: torch.Tensor,
@@ -278,6 +290,7 @@ def union(
     id; of m misses the first table[m] of that line (its last entry serves every larger m; without a table all) will be fetched,
     and the others are the CPU's, as are those that are not pinned. Each round gives slots to at most min(limit, W) of the
     line, while there are victims; the first never takes one that ids uses, later ones may (it has been computed by then).
+    since: the step in which the pass over all layers began; victims go by slots.pass_order.
     table: int32 [n] or None. slot_of: int32 [experts], the slots that can be computed after this round, −1 elsewhere. cpu:
     int32 [T, k], written in the first round. work, counts: as in `admit`.
     """
@@ -291,7 +304,7 @@ def union(
         _union, (1,),
         sums, state.slot_for_id, state.id_of_slot, state.last_use, state.heat, state.residents, state.step, state.totals,
         state.round_ids, state.round_left, _keys(state, ids), on_cpu, slot_of, work, counts,
-        given, state.floor, blocks, state.experts, len(state.id_of_slot), state.layers, layer, min(limit, len(work)),
+        given, state.floor, blocks, state.experts, len(state.id_of_slot), state.layers, layer, since, min(limit, len(work)),
         len(given), state.pinned_ids, FIRST=first, TABLE=table is not None, **shape,
     )  # fmt: skip
     if first:

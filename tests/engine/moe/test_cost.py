@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from engine.moe.cost import (
     ASSUMED,
+    RING_LEAST,
+    RING_PART,
     SHARE_ROWS,
     LayerPlan,
     Rates,
@@ -21,6 +23,7 @@ from engine.moe.cost import (
     keepers,
     layer_ns,
     plan_layer,
+    ring_part,
     ring_slots,
     streams,
     union_table,
@@ -220,6 +223,13 @@ def test_a_ring_leaves_half_of_the_pool_and_a_slot_a_layer(slots, layers, expert
     ring = ring_slots(slots, layers, experts, missing)
     assert 0 <= ring <= slots // 2
     assert ring == 0 or slots - ring >= layers
+
+
+def test_parts_of_a_ring_grow_with_the_compute_that_they_come_behind():
+    rates = replace(ASSUMED, copy_mbs=50_000)  # 20 ns a kilobyte
+    parts = [ring_part(rates, 5_000_000, compute_ns) for compute_ns in (0, 100_000, 500_000, 10**9)]
+    assert parts == [RING_LEAST, RING_LEAST, 20, RING_PART]
+    assert ring_slots(4096, 40, 256, 64, parts[2]) == 40
 
 
 def test_only_clearly_hot_experts_stay_the_hottest_first():

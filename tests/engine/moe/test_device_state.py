@@ -117,7 +117,7 @@ def test_union_rounds_bring_every_expert_exactly_once(slots, policy, before, ids
     table = None if quota is None else torch.tensor([min(m, quota) for m in range(EXPERTS + 1)], dtype=torch.int32)
     resident = {e for e in range(EXPERTS) if state.slot_for_id[layer * EXPERTS + e] >= 0}
     for turn in range(union_rounds(EXPERTS, slots, width, LAYERS, floor_of(slots, LAYERS), wanted.numel())):
-        plain.union(state, layer, wanted, slots, table, turn == 0, slot_of, cpu, work, counts)
+        plain.union(state, layer, wanted, slots, table, turn == 0, int(state.step) - 2, slot_of, cpu, work, counts)
         for flat_id, slot in work[: counts[0]].tolist():
             memory[slot] = flat_id
         here = {e: s for e, s in enumerate(slot_of.tolist()) if s >= 0}

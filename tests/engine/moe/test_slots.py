@@ -233,3 +233,35 @@ def test_an_expert_that_was_streamed_can_stay_for_another_resident():
     ring.close()
     assert slots.lent == set()
     assert slots.slot_for_id[5] == slot
+
+
+def pass_misses(slots: SlotMap, since: bool) -> int:
+    """One pass that uses every expert of each layer in turn. Returns how many had to be fetched."""
+    fetched, began = 0, slots.step
+    for layer in range(slots.layers):
+        slots.tick()
+        base = layer * slots.experts
+        active = range(base, base + slots.experts)
+        missing = [flat_id for flat_id in active if slots.slot_for_id[flat_id] == NONE]
+        for flat_id in active:
+            if flat_id not in missing:
+                slots.touch(slots.slot_for_id[flat_id])
+        for flat_id in missing:
+            slot = slots.victim(active, layer, since=began if since else None)
+            slots.clear(slot)
+            slots.assign(slot, flat_id)
+        fetched += len(missing)
+    return fetched
+
+
+@pytest.mark.parametrize("policy", ["lru", "lru_floor", "frequency"])
+def test_a_pass_through_all_layers_does_not_push_out_what_it_is_about_to_use(policy):
+    layers, experts, count = 6, 8, 40
+    slots = SlotMap(count, layers, experts, make_policy(policy, count, layers, floor=2))
+    pass_misses(slots, since=True)
+    for _ in range(3):
+        # What has no slot, and a layer's share more for the first layer, which has nobody before it to take from.
+        assert layers * experts - count <= pass_misses(slots, since=True) <= layers * experts - count + experts
+        assert max(slots.residents) - min(slots.residents) <= experts // 2
+    by_age = SlotMap(count, layers, experts, make_policy("lru", count, layers))
+    assert [pass_misses(by_age, since=False) for _ in range(3)] == [layers * experts] * 3

@@ -207,7 +207,7 @@ def test_what_is_not_pinned_is_never_fetched() -> None:
 
 
 def expected_union(
-    state: State, slots: SlotMap, layer: int, tokens: dict[int, int], rounds: list[int], table: list[int] | None
+    state: State, slots: SlotMap, layer: int, tokens: dict[int, int], rounds: list[int], table: list[int] | None, since: int
 ) -> tuple[set[int], list[tuple[list[tuple[int, int]], dict[int, int]]]]:
     """The CPU's experts, and for each round: the fetches in order, and which experts can be computed after it."""
     base, out = layer * state.experts, []
@@ -222,7 +222,7 @@ def expected_union(
     for i, limit in enumerate(rounds):
         fetches: list[tuple[int, int]] = []
         for e in missing[:limit]:
-            slot = slots.victim({base + t for t in tokens} if i == 0 else (), layer, {s for _, s in fetches})
+            slot = slots.victim({base + t for t in tokens} if i == 0 else (), layer, {s for _, s in fetches}, since)
             if slot == NONE:
                 break
             slots.clear(slot)
@@ -242,26 +242,28 @@ def expected_union(
             st.lists(st.lists(st.integers(-1, 8), min_size=2, max_size=2), min_size=1, max_size=20),
             st.sampled_from([None, [0, 1, 1, 2, 3], [0, 1, 2, 3, 4, 5, 5], [0]]),
             st.lists(st.integers(1, 7), min_size=1, max_size=3),
+            st.integers(0, 2),
         ),
         min_size=1,
-        max_size=3,
+        max_size=4,
     )
 )
 def test_union_fetches_the_busiest_first_in_rounds(policy: str, passes: list) -> None:
     state = State(2, 9, 6, policy, 16)
     slots = state.host()
-    for layer, ids, table, rounds in passes:
+    for layer, ids, table, rounds, ago in passes:
+        since = slots.step - ago  # the pass may have been through a layer or two
         tokens: dict[int, int] = {}
         for e in (e for row in ids for e in row if e >= 0):
             tokens[e] = tokens.get(e, 0) + 1
         device_ids, slot_of, counts = ints(ids), ints([-7] * 9), ints([-7] * 4)
         cpu, work = torch.full_like(device_ids, -7), ints([[-7, -7]] * 5)
         known = {e for e in tokens if slots.slot_for_id[layer * 9 + e] != NONE}
-        left_out, want = expected_union(state, slots, layer, tokens, [min(n, 5) for n in rounds], table)
+        left_out, want = expected_union(state, slots, layer, tokens, [min(n, 5) for n in rounds], table, since)
         device_table = None if table is None else ints(table)
         for i, limit in enumerate(rounds):
             before = state.totals.clone()
-            ops.union(state, layer, device_ids, limit, device_table, i == 0, slot_of, cpu, work, counts)
+            ops.union(state, layer, device_ids, limit, device_table, i == 0, since, slot_of, cpu, work, counts)
             fetches, where = want[i]
             assert [tuple(pair) for pair in work[: len(fetches)].tolist()] == fetches
             assert slot_of.tolist() == [where.get(e, NONE) for e in range(9)]
