@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,18 +38,29 @@ def check_texts(values: Any, origin: str, name: str = "") -> None:
             raise ConfigError(f"bad setting in {origin}: {name}: is not UTF-8 ({at})") from None
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Make a file that only its owner can read: whole, or not at all. Its folder is made if absent. Raises OSError."""
+def make_private(path: Path, content: bytes) -> bool:
+    """Make a file that only its owner can read: whole, or not at all. Its folder is made if absent. Raises OSError.
+
+    False if there is one by now: of several that begin at the same moment one makes it, and the others have to read it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    # Not by the process's number: in containers all are alike.
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as out:
             out.write(content)
             out.flush()
             os.fsync(handle)
-        beside.rename(path)
-    except OSError:
+        try:
+            os.link(beside, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            if path.exists():
+                return False
+            beside.rename(path)  # a file system without links
+        return True
+    finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise

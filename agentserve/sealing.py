@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from agentserve.errors import ConfigError, InvalidValue
-from agentserve.paths import write_private
+from agentserve.paths import make_private
 from agentserve.protocol.items import Compaction, InputItem, InputText, Item, Message, Reasoning, ReasoningText
 
 KEY_BYTES = 32
@@ -48,7 +48,7 @@ class Seal:
         """With the key in a file, which is made if it is not there. Raises ConfigError if that cannot be done."""
         try:
             if not path.exists():
-                write_private(path, secrets.token_bytes(KEY_BYTES))
+                make_private(path, secrets.token_bytes(KEY_BYTES))
             key = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot use key file {path}: {error.strerror}") from error

@@ -17,7 +17,7 @@ from typing import Any
 from agentserve.config import ServerConfig, is_loopback
 from agentserve.errors import ApiError, ConfigError, Forbidden, InvalidApiKey, UpgradeRequired
 from agentserve.interfaces import Principal
-from agentserve.paths import write_private
+from agentserve.paths import make_private
 from agentserve.protocol.codec import error_body_for
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,11 @@ def load_tokens(config: ServerConfig) -> tuple[Tokens | None, str | None]:
     if token is None:
         path = Path(config.token_file or "token")
         try:
-            if path.exists():
+            if not path.exists():
+                token = secrets.token_urlsafe(32)
+                fresh = token if make_private(path, f"{token}\n".encode()) else None
+            if fresh is None:
                 token = path.read_bytes().decode("utf-8", "surrogateescape").strip()
-            else:
-                token = fresh = secrets.token_urlsafe(32)
-                write_private(path, f"{token}\n".encode())
         except OSError as exc:
             raise ConfigError(f"cannot use token file {path}: {exc.strerror}") from exc
         if not token:

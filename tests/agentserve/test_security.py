@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import resource
 import socket
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,38 @@ def test_a_token_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -> 
     assert shown is None
     assert again is not None
     assert again.owner(fresh) == tokens.owner(fresh)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_servers_that_begin_with_one_token_file_one_makes_it(links: bool, tmp_path: Path, monkeypatch) -> None:
+    path, both = tmp_path / "token", threading.Barrier(2)
+    exists, seen = Path.exists, threading.local()
+
+    def absent_at_first(self: Path) -> bool:
+        if self == path and not getattr(seen, "once", False):
+            seen.once = True
+            both.wait(60)
+            return False
+        return exists(self)
+
+    def no_link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "exists", absent_at_first)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+        both = threading.Barrier(1)  # without links the second one has to come after the first
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(load_tokens, ServerConfig(token_file=str(path)))]
+        if not links:
+            loads[0].result(60)
+        loads.append(pool.submit(load_tokens, ServerConfig(token_file=str(path))))
+        (first, shown), (second, also_shown) = (load.result(60) for load in loads)
+    (fresh,) = [token for token in (shown, also_shown) if token is not None]
+    assert first is not None
+    assert second is not None
+    assert first.owner(fresh) == second.owner(fresh) is not None
+    assert [one.name for one in tmp_path.iterdir()] == ["token"]
 
 
 def test_an_empty_token_file_is_an_error(tmp_path: Path) -> None:
