@@ -38,6 +38,14 @@ class Ours:
             logits = self._forward(tokens[start : start + chunk])
         return int(logits[0].argmax())
 
+    def go_on(self, context: int, tokens: list[int]) -> None:
+        """One pass over tokens as if `context` others had been read, whose keys and values are random."""
+        if self._context == 0:
+            for pool in (*self._kv.k, *self._kv.v):
+                pool.normal_()
+        self._context = context
+        self._forward(tokens)
+
     def decode(self, token: int) -> int:
         return int(self._forward([token])[0].argmax())
 

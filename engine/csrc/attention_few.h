@@ -3,84 +3,117 @@
 //
 // In lanes most of a vector would be idle, and every key would be copied to be used once. Here the dimensions of a head are in
 // the vector: a score is a dot product, an output a sum of value rows, and both pools are read in place, once.
+//
+// A task is a range of a sequence's keys with all heads: a key's rows of all heads follow each other in memory, and read head by
+// head, half of what the processor fetches by itself is thrown away. Ranges have fixed edges, so that their sum is the same
+// whoever computes them.
 
-constexpr int kFewQueries = W / 2;  // with as many as a vector has, lanes cost less
-constexpr int kFewKeys = 128;
-constexpr int kKeysAhead = 32;  // keys that are wanted soon: a row of one head is too short for the processor to guess the next
+constexpr int kFewQueries = W / 2;  // of a group; with as many as a vector has, lanes cost less
+constexpr int kFewKeys = W;         // keys of a tile: longer ones leave the streams that the processor follows by itself
+constexpr int kKeysAhead = 2 * W;   // keys that are wanted soon
+constexpr int kFewRange = 2048;     // keys of a task
+
+struct FewTask {
+  int seq, first, end;  // keys
+  float *partial;
+};
+// A query whose ranges' results are put together, the first of them at `partial`.
+struct FewOutput {
+  int seq, kv_head, query, ranges;
+  float *partial;
+};
 
 template <class QT, class KT>
 struct FewQueries {
   const AttentionArgs &a;
 
-  static int padded(int D) { return round_up(D, W); }
-  static size_t scratch_bytes(int D) {
-    return size_t(kFewQueries) * (2 * padded(D) + kFewKeys + W) * 4 + size_t(kFewKeys + kKeysAhead) * sizeof(size_t) + 64;
+  int padded() const { return round_up(a.D, W); }
+  int queries(int seq) const { return (a.start[seq + 1] - a.start[seq]) * a.group; }
+  int ranges(int seq) const { return ceil_div(a.context[seq] + a.start[seq + 1] - a.start[seq], kFewRange); }
+  // Floats that a task leaves for one query: sums over its keys, their maximum and total.
+  int partial_floats() const { return padded() + 2; }
+  size_t scratch_bytes() const {
+    return size_t(a.pool.kv_heads) * kFewQueries * padded() * 4 + (kFewKeys + kKeysAhead) * sizeof(size_t) + 64;
   }
 
-  void run(const AttentionTask &task, char *memory) const {
-    int D = a.D, width = padded(D), context = a.context[task.seq], start = a.start[task.seq];
+  void run(const FewTask &task, char *memory) const {
+    int D = a.D, width = padded(), kv_heads = a.pool.kv_heads, n = queries(task.seq), part = partial_floats();
+    int context = a.context[task.seq], start = a.start[task.seq], last = context + n / a.group;
     size_t *at = (size_t *)memory;
-    float *queries = (float *)(at + kFewKeys + kKeysAhead), *sums = queries + kFewQueries * width;
-    float *scores = sums + kFewQueries * width;
-    int limit[kFewQueries], last = 0;  // keys a query may see
-    float top[kFewQueries], total[kFewQueries];
-    for (int i = 0; i < task.count; ++i) {
-      int query = task.first + i, t = query / a.group, h = task.kv_head * a.group + query % a.group;
-      const QT *q = (const QT *)a.q + (start + t) * a.q_row + h * a.q_head;
+    float *queries = (float *)(at + kFewKeys + kKeysAhead);
+    for (int i = 0; i < kv_heads * n; ++i) {
+      const QT *q = (const QT *)a.q + (start + i % n / a.group) * a.q_row + (i / n * a.group + i % a.group) * a.q_head;
+      float *sums = task.partial + i * part;
       for (int d = 0; d < width; d += W) v_store(queries + i * width + d, load_part(q + d, min_int(W, D - d)));
-      for (int d = 0; d < width; d += W) v_store(sums + i * width + d, v_zero());
-      limit[i] = context + t + 1;
-      last = limit[i] > last ? limit[i] : last;
-      top[i] = kMasked, total[i] = 0.0f;
+      for (int d = 0; d < width; d += W) v_store(sums + d, v_zero());
+      sums[width] = kMasked, sums[width + 1] = 0.0f;
     }
-    const KT *k = (const KT *)a.k, *v = (const KT *)a.v;
-    for (int k0 = 0; k0 < last; k0 += kFewKeys) {
-      int keys = min_int(kFewKeys, last - k0);
-      places(task, k0, min_int(kFewKeys + kKeysAhead, last - k0), at);
-      int i = 0;
-      for (; i + 2 <= task.count; i += 2) dots<2>(k, v, at, keys, last - k0, queries + i * width, scores + i * kRow);
-      if (i < task.count) dots<1>(k, v, at, keys, last - k0, queries + i * width, scores + i * kRow);
-      float shrink[kFewQueries];
-      for (i = 0; i < task.count; ++i)
-        shrink[i] = softmax(scores + i * kRow, keys, limit[i] - k0, &top[i], &total[i]);
-      for (i = 0; i + 2 <= task.count; i += 2) weigh<2>(v, at, keys, scores + i * kRow, shrink + i, sums + i * width);
-      if (i < task.count) weigh<1>(v, at, keys, scores + i * kRow, shrink + i, sums + i * width);
+    for (int k0 = task.first; k0 < task.end; k0 += kFewKeys) {
+      int keys = min_int(kFewKeys, task.end - k0), known = min_int(keys + kKeysAhead, last - k0);
+      places(task.seq, k0, known, at);
+      for (int h = 0; h < kv_heads; ++h) {
+        const KT *k = (const KT *)a.k + h * D, *v = (const KT *)a.v + h * D;
+        const float *q = queries + h * n * width;
+        float *sums = task.partial + h * n * part, scores[kFewQueries * kFewKeys], shrink[kFewQueries];
+        for (int j = kKeysAhead; j < known; ++j) fetch(k + at[j]);
+        int i = 0;
+        for (; i + 2 <= n; i += 2) dots<2>(k, at, keys, q + i * width, scores + i * kFewKeys);
+        if (i < n) dots<1>(k, at, keys, q + i * width, scores + i * kFewKeys);
+        for (i = 0; i < n; ++i) {
+          float *top = sums + i * part + width;
+          shrink[i] = softmax(scores + i * kFewKeys, min_int(keys, context + i / a.group + 1 - k0), top, top + 1);
+        }
+        for (int j = kKeysAhead; j < known; ++j) fetch(v + at[j]);
+        for (i = 0; i + 2 <= n; i += 2) weigh<2>(v, at, keys, scores + i * kFewKeys, shrink + i, sums + i * part);
+        if (i < n) weigh<1>(v, at, keys, scores + i * kFewKeys, shrink + i, sums + i * part);
+      }
     }
-    for (int i = 0; i < task.count; ++i) {
-      int query = task.first + i, t = query / a.group, h = task.kv_head * a.group + query % a.group;
-      V inverse = v_set(1.0f / total[i]);
-      for (int d = 0; d < width; d += W) v_store(sums + i * width + d, v_mul(v_load(sums + i * width + d), inverse));
-      store_row(a.out, a.out_bf, (start + t) * a.out_row + ptrdiff_t(h) * D, sums + i * width, D, nullptr, false, 0);
+  }
+
+  // What the tasks of a sequence left for one query, in order, to the output. The first one's place is used up.
+  void join(const FewOutput &of) const {
+    int width = padded(), n = queries(of.seq);
+    size_t part = size_t(a.pool.kv_heads) * n * partial_floats();
+    float *sums = of.partial + (of.kv_head * n + of.query) * partial_floats(), high = sums[width], total = 0.0f;
+    for (int r = 1; r < of.ranges; ++r) high = sums[r * part + width] > high ? sums[r * part + width] : high;
+    for (int r = 0; r < of.ranges; ++r) {
+      const float *other = sums + r * part;
+      float lanes[W];
+      V share = v_exp2<6>(v_set(other[width] - high));
+      v_store(lanes, share);
+      total += other[width + 1] * lanes[0];
+      for (int d = 0; d < width; d += W)
+        v_store(sums + d, r == 0 ? v_mul(v_load(sums + d), share) : v_fma(v_load(other + d), share, v_load(sums + d)));
     }
+    V inverse = v_set(1.0f / total);
+    for (int d = 0; d < width; d += W) v_store(sums + d, v_mul(v_load(sums + d), inverse));
+    ptrdiff_t row = a.start[of.seq] + of.query / a.group, head = of.kv_head * a.group + of.query % a.group;
+    store_row(a.out, a.out_bf, row * a.out_row + head * a.D, sums, a.D, nullptr, false, 0);
   }
 
  private:
-  static constexpr int kRow = kFewKeys + W;  // scores of one query
-
-  // Element offsets of `count` keys from position k0 on; a page is looked up once.
-  void places(const AttentionTask &task, int k0, int count, size_t *at) const {
+  // Element offsets of `count` keys' rows from position k0 on; a page is looked up once.
+  void places(int seq, int k0, int count, size_t *at) const {
     size_t stride = size_t(a.pool.kv_heads) * a.D;
     for (int j = 0; j < count;) {
       int rows = min_int(count - j, a.pool.page_size - (k0 + j) % a.pool.page_size);
-      size_t from = a.pool.row(task.seq, k0 + j, task.kv_head);
+      size_t from = a.pool.row(seq, k0 + j, 0);
       for (int r = 0; r < rows; ++r) at[j + r] = from + r * stride;
       j += rows;
     }
   }
 
-  // Scores of Q queries, four keys at a time. seen: keys from the first one on that there are places of, some of the next tile.
+  void fetch(const KT *row) const {
+    for (int d = 0; d < a.D; d += int(64 / sizeof(KT))) __builtin_prefetch(row + d);
+  }
+
+  // Scores of Q queries, four keys at a time.
   template <int Q>
-  void dots(const KT *k, const KT *v, const size_t *at, int keys, int seen, const float *queries, float *scores) const {
-    int D = a.D, width = padded(D);
+  void dots(const KT *k, const size_t *at, int keys, const float *queries, float *scores) const {
+    int D = a.D, width = padded();
     for (int j = 0; j < keys; j += 4) {
       const KT *row[4];
-      ASV_UNROLL for (int r = 0; r < 4; ++r) {
-        row[r] = k + at[min_int(j + r, keys - 1)];
-        for (int line = 0; line < D; line += int(64 / sizeof(KT))) {
-          __builtin_prefetch(k + at[min_int(j + r + kKeysAhead, seen - 1)] + line);
-          __builtin_prefetch(v + at[min_int(j + r, keys - 1)] + line);
-        }
-      }
+      ASV_UNROLL for (int r = 0; r < 4; ++r) row[r] = k + at[min_int(j + r, keys - 1)];
       V acc[Q][4];
       ASV_UNROLL for (int q = 0; q < Q; ++q)
         ASV_UNROLL for (int r = 0; r < 4; ++r) acc[q][r] = v_zero();
@@ -92,27 +125,21 @@ struct FewQueries {
           ASV_UNROLL for (int q = 0; q < Q; ++q) acc[q][r] = v_fma(key, x[q], acc[q][r]);
         }
       });
-      ASV_UNROLL for (int q = 0; q < Q; ++q) v_sum4(acc[q][0], acc[q][1], acc[q][2], acc[q][3], scores + q * kRow + j);
+      ASV_UNROLL for (int q = 0; q < Q; ++q) v_sum4(acc[q][0], acc[q][1], acc[q][2], acc[q][3], scores + q * kFewKeys + j);
     }
   }
 
   // Scores to probabilities relative to the new maximum. Returns the factor for older sums. allowed: keys that may be seen.
-  float softmax(float *s, int keys, int allowed, float *top, float *total) const {
-    int end = round_up(keys, W);
-    for (int j = allowed < keys ? (allowed > 0 ? allowed : 0) : keys; j < end; ++j) s[j] = kMasked;
-    V factor = v_set(a.scale * kLog2e), highest = v_set(kMasked);
-    for (int j = 0; j < end; j += W) highest = v_max(highest, v_load(s + j));
+  float softmax(float *s, int allowed, float *top, float *total) const {
+    for (int j = allowed > 0 ? allowed : 0; j < kFewKeys; ++j) s[j] = kMasked;
+    V scaled = v_mul(v_load(s), v_set(a.scale * kLog2e));
     float lanes[W], high = *top;
-    v_store(lanes, v_mul(highest, factor));
+    v_store(lanes, scaled);
     for (int i = 0; i < W; ++i) high = lanes[i] > high ? lanes[i] : high;
-    V shift = v_set(-high), sum = v_zero();
-    for (int j = 0; j < end; j += W) {
-      V e = v_exp2<6>(v_fma(v_load(s + j), factor, shift));
-      v_store(s + j, e);
-      sum = v_add(sum, e);
-    }
+    V e = v_exp2<6>(v_sub(scaled, v_set(high)));
+    v_store(s, e);
     v_store(lanes, v_exp2<6>(v_set(*top - high)));
-    *total = *total * lanes[0] + v_sum(sum);
+    *total = *total * lanes[0] + v_sum(e);
     *top = high;
     return lanes[0];
   }
@@ -128,7 +155,7 @@ struct FewQueries {
 
   template <int Q, int N>
   void columns(const KT *v, const size_t *at, int keys, const float *p, const float *shrink, float *sums, int d, int n) const {
-    int width = padded(a.D);
+    int width = partial_floats();
     V acc[Q][N];
     ASV_UNROLL for (int q = 0; q < Q; ++q)
       ASV_UNROLL for (int i = 0; i < N; ++i) acc[q][i] = v_mul(v_load(sums + q * width + d + i * W), v_set(shrink[q]));
@@ -137,7 +164,7 @@ struct FewQueries {
       V value[N];
       ASV_UNROLL for (int i = 0; i < N; ++i) value[i] = load_part(row + i * W, n);
       ASV_UNROLL for (int q = 0; q < Q; ++q) {
-        V weight = v_set(p[q * kRow + j]);
+        V weight = v_set(p[q * kFewKeys + j]);
         ASV_UNROLL for (int i = 0; i < N; ++i) acc[q][i] = v_fma(weight, value[i], acc[q][i]);
       }
     }

@@ -132,7 +132,7 @@ static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_st
   constexpr int kHalf = R > 1 ? R / 2 : 1, kLine = 16;
   V acc[R][NV];
   ASV_UNROLL for (int r = 0; r < R; ++r)
-    ASV_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = add ? v_load(buf + r * ldbuf + v * W) : v_zero();
+    ASV_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] = v_zero();
   // Two moving bases and multiples of the stride: with a pointer per row the compiler runs out of registers and spills
   // an accumulator's operand in the inner loop.
   const char *a = rows.a, *b = rows.b, *next = rows.next;
@@ -161,7 +161,10 @@ static void lane_kernel(const RowTile &rows, const char *panels, size_t panel_st
   }
   for (; left > 0; --left) one();
   ASV_UNROLL for (int r = 0; r < R; ++r)
-    ASV_UNROLL for (int v = 0; v < NV; ++v) v_store(buf + r * ldbuf + v * W, acc[r][v]);
+    ASV_UNROLL for (int v = 0; v < NV; ++v) {
+      float *sum = buf + r * ldbuf + v * W;
+      v_store(sum, add ? v_add(v_load(sum), acc[r][v]) : acc[r][v]);
+    }
 }
 
 // The panels of one lane tile.
@@ -183,17 +186,23 @@ static inline void lane_rows(const RowTile &rows, const Panels &x, float *buf, i
 
 constexpr int kLdBuf = kMaxVec * W;  // row stride of one lane tile's result
 
-// Any number of rows, kTileRows at a time and what is left one by one. buf: [rows][ldbuf].
+template <class M, int R>
+static inline void lane_steps(RowTile &tile, int &rows, const Panels &x, float *&buf, int ldbuf, bool add) {
+  for (; rows >= R; rows -= R, buf += R * ptrdiff_t(ldbuf)) {
+    tile.b = tile.a + R / 2 * tile.stride;
+    lane_rows<M, R>(tile, x, buf, ldbuf, add);
+    tile.a += R * tile.stride;
+    if (tile.next != nullptr) tile.next += R * tile.next_stride;
+  }
+}
+
+// Any number of rows, kTileRows at a time, what is left in fours and one by one. buf: [rows][ldbuf].
 template <class M>
 static inline void lane_tile(RowTile tile, int rows, const Panels &x, float *buf, int ldbuf, bool add) {
-  for (; rows >= kTileRows; rows -= kTileRows, buf += kTileRows * ptrdiff_t(ldbuf)) {
-    tile.b = tile.a + kTileRows / 2 * tile.stride;
-    lane_rows<M, kTileRows>(tile, x, buf, ldbuf, add);
-    tile.a += kTileRows * tile.stride;
-    if (tile.next != nullptr) tile.next += kTileRows * tile.next_stride;
-  }
+  lane_steps<M, kTileRows>(tile, rows, x, buf, ldbuf, add);
+  if constexpr (kTileRows > 4) lane_steps<M, 4>(tile, rows, x, buf, ldbuf, add);
   tile.next = nullptr;
-  for (; rows > 0; --rows, tile.a += tile.stride, buf += ldbuf) lane_rows<M, 1>(tile, x, buf, ldbuf, add);
+  lane_steps<M, 1>(tile, rows, x, buf, ldbuf, add);
 }
 
 // Split a count of panels into lane tiles of nearly equal width: body(first, nv).

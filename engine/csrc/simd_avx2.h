@@ -1,7 +1,7 @@
 // Vectors of 8 floats, with FMA. Included by one translation unit, inside its anonymous namespace.
 using V = __m256;
 constexpr int W = 8;
-constexpr int kTileRows = 4;
+constexpr int kTileRows = 6;  // x 2 vectors: with 8 accumulators every stall is felt, two units of latency 4 need just as many
 constexpr int kMaxVec = 2;  // 3 would need all 16 registers, and compilers spill: 62 instead of 97 GFLOPS on a Zen 5
 constexpr int kDotAcc = 8;
 

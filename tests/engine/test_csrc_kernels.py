@@ -1,4 +1,5 @@
-"""Every kernel of the C++ library, on every instruction set of this machine, against plain torch."""
+"""Every kernel of the C++ library, on every instruction set of this machine, against plain torch. Attention alone has a file
+of its own, test_csrc_attention.py."""
 
 from __future__ import annotations
 
@@ -95,26 +96,6 @@ def test_rope_reads_the_table_at_the_given_positions() -> None:
     want = reference.rope(x, table[positions].cos(), table[positions].sin())
     cpu.run(records.rope, x, table.cos(), table.sin(), 3, positions)
     close(x, want, torch.float32)
-
-
-@fast
-@given(
-    tokens=st.integers(1, 40),
-    context=st.integers(0, 300),
-    group=st.sampled_from([1, 2, 3, 8]),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([8, 20, 64]),
-    page_size=st.sampled_from([1, 4, 16, 64]),
-)
-def test_paged_attention(
-    dtype: torch.dtype, tokens: int, context: int, group: int, kv_heads: int, head_dim: int, page_size: int
-) -> None:
-    pages = -(-(context + tokens) // page_size)
-    table = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(1))[:pages].int()
-    pools = [randn(pages + 3, page_size, kv_heads, head_dim, dtype=dtype, seed=s) for s in (2, 3)]
-    q = randn(tokens, kv_heads * group, head_dim, dtype=dtype, seed=4)
-    want = reference.paged_attention(q.float(), pools[0].float(), pools[1].float(), table, context, 0.3)
-    close(cpu.paged_attention(q, pools[0], pools[1], table, context, 0.3), want, dtype)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
