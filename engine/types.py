@@ -14,6 +14,8 @@ import numpy as np
 
 HoldId = NewType("HoldId", int)
 DEFAULT_DUE_US = 30_000_000
+ROW = "row"
+"""Under which a copy to the host has all recurrent components, one after another: a dozen arrays cost more than their bytes."""
 FinishReason = Literal["stop", "stop_string", "length", "cancelled", "error"]
 
 
@@ -43,6 +45,15 @@ class StateLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_bytes", sum(c.nbytes for c in self.state))  # asked for with every hold
+
+    def split(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The components as a snapshot has them, views of what a copy has under ROW; {} of {}."""
+        parts: dict[str, np.ndarray] = {}
+        at = 0
+        for component in self.state if state else ():
+            parts[component.name] = state[ROW][at : at + component.nbytes]
+            at += component.nbytes
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ class StateBridge:
         if payload is None or payload.position == 0:
             return _found(match), None
         runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
-        return _found(match), StateSnapshot(payload.position, runs, payload.state, payload.logits)
+        state = self._engine.layout.split(payload.state)
+        return _found(match), StateSnapshot(payload.position, runs, state, payload.logits)
 
     def plan_cuts(self, turn: TurnRecord, after: int) -> tuple[int, ...]:
         """Prompt positions where the state must be held, rising; a checkpoint at `after` is restored.

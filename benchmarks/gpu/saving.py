@@ -61,7 +61,7 @@ class Saves:
             assert (match.position, match.tier) == (len(tokens) - 1, "ram")
             payload = match.read()
         runs = tuple(KvRun(run.start, run.rows) for run in payload.kv)
-        return StateSnapshot(payload.position, runs, payload.state, payload.logits)
+        return StateSnapshot(payload.position, runs, self._engine.layout.split(payload.state), payload.logits)
 
     def close(self) -> None:
         """Forget all of it, and let others have the memory."""

@@ -14,6 +14,7 @@ from benchmarks.traces.tiers import KV_BYTES
 from engine.errors import InvalidRequest, UnknownHold
 from engine.kvcache.leaving import Copied, Leaving
 from engine.types import (
+    ROW,
     CutReached,
     EngineEvent,
     EngineStats,
@@ -132,7 +133,7 @@ class RecordedEngine:
         if ids is None:
             raise UnknownHold(hold)
         kv = (_rows(ids, start),) if start < len(ids) else ()
-        return Leaving(Copied(kv, {STATE: _state(ids)}, np.zeros(1, np.float32)))
+        return Leaving(Copied(kv, {ROW: _state(ids)}, np.zeros(1, np.float32)))
 
     def settle(self) -> None:
         pass

@@ -6,7 +6,7 @@ memory: that can be given to experts and taken back while the rest is in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -149,15 +149,16 @@ class DeviceRecurrentPools(RecurrentPools):
         for pool in self._named.values():
             pool[torch.from_numpy(rows).long().to(pool.device)] = value
 
-    def read(self, row: int) -> dict[str, np.ndarray]:
-        out = {name: np.empty(rows.shape[1], dtype=np.uint8) for name, rows in self._rows.items()}
+    def read(self, row: int) -> np.ndarray:
+        out = np.empty(sum(rows.shape[1] for rows in self._rows.values()), dtype=np.uint8)
         self._device.aside(lambda: self.copy_out(row, out)).wait()
         return out
 
-    def copy_out(self, row: int, out: Mapping[str, np.ndarray]) -> None:
-        """Enqueue a copy of one row to arrays on the host."""
-        for name, rows in self._rows.items():
-            copy_to_host((out[name],), rows[row])
+    def copy_out(self, row: int, out: np.ndarray) -> None:
+        """Enqueue a copy of one row, its components one after another, to an array on the host."""
+        spans = _Spans((out,))
+        for rows in self._rows.values():
+            spans.fill(rows[row])
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
         self._arrivals.send((source,), self._rows[name][row])

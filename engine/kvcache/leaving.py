@@ -18,7 +18,8 @@ from engine.device.base import Moment
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """On the host. kv: uint8 [tokens, token_bytes] each, in order; state, logits: as in StateSnapshot. Read-only."""
+    """On the host. kv: uint8 [tokens, token_bytes] each, in order; state: {ROW: uint8 [state_bytes]}, see
+    StateLayout.split, or {}; logits: as in StateSnapshot. Read-only."""
 
     kv: tuple[np.ndarray, ...] = ()
     state: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -54,9 +54,9 @@ class RecurrentPools:
         for pool in self._named.values():
             pool[ids] = value
 
-    def read(self, row: int) -> dict[str, np.ndarray]:
-        """A copy of one row: component name → uint8 [nbytes]."""
-        return {name: pool[row].copy() for name, pool in self._bytes.items()}
+    def read(self, row: int) -> np.ndarray:
+        """A copy of one row: its components one after another, uint8."""
+        return np.concatenate([pool[row] for pool in self._bytes.values()])
 
     def write(self, row: int, name: str, source: np.ndarray) -> None:
         """Put one component (uint8 [nbytes], as read() gives it) into a row. The caller has checked name and size."""

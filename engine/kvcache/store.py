@@ -29,7 +29,7 @@ from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
 from engine.kvcache.table import PageTable
 from engine.models.base import ModelSpec
-from engine.types import HoldId, KvRun, StateLayout, StateSnapshot
+from engine.types import ROW, HoldId, KvRun, StateLayout, StateSnapshot
 
 NO_ROW = -1
 
@@ -273,7 +273,7 @@ class StateStore:
             if kv:
                 skipped = start // self.page_size * self.page_size  # what is in front of the first page of the sources
                 self.kv.copy_out(sources.pages, start - skipped, stop - skipped, kv)
-            if state:
+            if state is not None:
                 self.states.copy_out(sources.row, state)
             if logits is not None and sources.logits is not None:
                 copy_to_host((logits,), sources.logits.view(torch.uint8))
@@ -284,15 +284,17 @@ class StateStore:
             self._device.synchronize()  # what was enqueued before it went wrong
             self.drop(sources)
             raise
-        for array in (*kv, *state.values(), *(() if logits is None else (logits,))):
-            _close(array)
-        copied = Copied(tuple(kv), state, None if logits is None else logits.view(np.float32))
+        for array in (*kv, state, logits):
+            if array is not None:
+                _close(array)
+        row = {} if state is None else {ROW: state}
+        copied = Copied(tuple(kv), row, None if logits is None else logits.view(np.float32))
         return self._departures.add(Leaving(copied, moment, sources, self.drop))
 
     def _copied(self, held: Held, start: int, stop: int, each: int, rest: bool) -> Copied:
         """The same at once, in host memory."""
         kv = [self.kv.read(held.pages, first, end) for first, end in _edges(start, stop, each)]
-        state = self.states.read(held.row) if rest and held.row != NO_ROW else {}
+        state = {ROW: self.states.read(held.row)} if rest and held.row != NO_ROW else {}
         logits = held.logits.numpy().copy() if rest and held.logits is not None else None
         for array in (*kv, *state.values()):
             _close(array)
@@ -300,12 +302,12 @@ class StateStore:
 
     def _places(
         self, held: Held, edges: list[tuple[int, int]], rest: bool
-    ) -> tuple[list[np.ndarray], dict[str, np.ndarray], np.ndarray | None]:
+    ) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray | None]:
         width, take = self.kv.token_bytes, self.take
         kv = [take((end - first) * width).reshape(end - first, width) for first, end in edges]
-        components = self.layout.state if rest and held.row != NO_ROW else ()
+        state = take(self.layout.state_bytes) if rest and held.row != NO_ROW else None
         logits = take(held.logits.nbytes) if rest and held.logits is not None else None
-        return kv, {part.name: take(part.nbytes) for part in components}, logits
+        return kv, state, logits
 
     def _part(self, held: Held, start: int, stop: int, rest: bool) -> Held:
         """A second reference to what a copy reads: the pages of [start, stop), and with rest the row and logits."""
@@ -324,7 +326,7 @@ class StateStore:
         """A copy on the host, now: KV rows from kv_start, the recurrent components, logits if held."""
         copied = self.copy(held, kv_start, held.position, rest=True).result()
         runs = tuple(KvRun(kv_start, rows) for rows in copied.kv)
-        return StateSnapshot(held.position, runs, copied.state, copied.logits)
+        return StateSnapshot(held.position, runs, self.layout.split(copied.state), copied.logits)
 
     def look(self) -> None:
         """Let go of what copies that are over referred to. Waits for none."""

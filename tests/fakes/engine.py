@@ -16,6 +16,7 @@ import numpy as np
 from engine.errors import ContextTooLong, EngineError, SnapshotMismatch, UnknownHold, Unsupported
 from engine.kvcache.leaving import Copied, Leaving
 from engine.types import (
+    ROW,
     CutReached,
     EngineEvent,
     EngineStats,
@@ -229,7 +230,7 @@ class FakeEngine:
         tokens = self._get(hold)
         kv = (_rows(tokens, start, len(tokens)),) if start < len(tokens) else ()
         logits = np.full(VOCAB, float(next_token(tokens)), np.float32)
-        return Leaving(Copied(kv, {"layer.0.delta": state_of(tokens).copy()}, logits))
+        return Leaving(Copied(kv, {ROW: state_of(tokens).copy()}, logits))
 
     def settle(self) -> None:
         pass

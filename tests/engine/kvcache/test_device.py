@@ -17,6 +17,7 @@ from engine.kvcache.arriving import Arrivals
 from engine.kvcache.device import DeviceKvPools, DeviceRecurrentPools
 from engine.kvcache.pool import KvPools
 from engine.kvcache.recurrent import RecurrentPools
+from engine.types import ROW, StateLayout
 from tests.fakes.hash_model import make_spec
 
 PAGE, PAGES = 4, 9
@@ -69,13 +70,16 @@ def test_recurrent_rows_are_those_of_the_cpu_pools():
     assert pools.components == plain.components
     for mine in (*plain.delta, *plain.conv):
         mine.normal_()
-    state = plain.read(1)
-    for name, source in state.items():
-        source.flags.writeable = False
+    row = plain.read(1)
+    row.flags.writeable = False
+    parts = StateLayout(0, plain.components, 0).split({ROW: row})
+    by_layer = [pool for pair in zip(plain.delta, plain.conv, strict=True) for pool in pair]
+    for (name, source), pool in zip(parts.items(), by_layer, strict=True):
+        assert source.tobytes() == pool[1].numpy().tobytes()
         pools.write(2, name, source)
-    assert all(np.array_equal(pools.read(2)[name], state[name]) for name in state)
+    assert np.array_equal(pools.read(2), row)
     pools.copy(2, 0)
-    assert all(np.array_equal(pools.read(0)[name], state[name]) for name in state)
+    assert np.array_equal(pools.read(0), row)
     pools.fill(np.array([2], dtype=np.int32), float("nan"))
     assert all(pool[2].isnan().all() and not pool[0].isnan().any() for pool in (*pools.delta, *pools.conv))
 
