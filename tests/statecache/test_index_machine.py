@@ -41,7 +41,9 @@ class DurableMachine(CacheMachine):
         self.states = open_states(NAMESPACE, LAYOUT, self.sizes[0], disk, policy=policy, clock=self.clock)
         assert self.states.writer is not None
         self.cache = self.states.cache
-        self.cache.on_waiting = lambda: None  # the machine copies, not the writer's thread
+        # The machine copies and tells the index, and the writer's thread might do so too, at its start.
+        self.states.writer.close(0.0)
+        self.cache.on_waiting = lambda: None
 
     def _copy_down(self):
         while self.cache.copy_next() is not None:
