@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,22 +152,28 @@ class Path:
 
 
 class Rows:
-    """rows_between() for one range after another, rising: each costs what it takes, not a search."""
+    """KV rows of a payload for one range after another, rising: each costs what it takes, not a search, and copies
+    nothing."""
 
     def __init__(self, payload: Payload) -> None:
         self._payload = payload
         self._at = 0
 
-    def between(self, start: int, end: int) -> np.ndarray:
-        runs = self._payload.kv
+    def between(self, start: int, end: int) -> Sequence[np.ndarray]:
+        """[start, end), each of the runs that hold them as far as it does. Raises PayloadMismatch when some are missing."""
+        runs, pieces = self._payload.kv, list[np.ndarray]()
         while self._at + 1 < len(runs) and runs[self._at + 1].start <= start:
             self._at += 1
-        run = runs[self._at] if runs else None
-        if run is None or start == end or start < run.start or end > run.start + len(run.rows):
-            return rows_between(self._payload, start, end)
-        if start == run.start and end - start == len(run.rows):
-            return run.rows
-        return run.rows[start - run.start : end - run.start]
+        at, number = start, self._at
+        while at < end:
+            run = runs[number] if number < len(runs) else None
+            if run is None or not run.start <= at < run.start + len(run.rows):
+                raise PayloadMismatch(f"payload at {self._payload.position} lacks KV rows [{at}, {end})")
+            stop = min(end, run.start + len(run.rows))
+            whole = at == run.start and stop - at == len(run.rows)
+            pieces.append(run.rows if whole else run.rows[at - run.start : stop - run.start])
+            at, number = stop, number + 1
+        return pieces
 
 
 def rows_between(payload: Payload, start: int, end: int) -> np.ndarray:

@@ -33,7 +33,7 @@ from statecache.writer import Writer
 log = logging.getLogger(__name__)
 USES_S = 60.0
 """Between updates of when checkpoints were used."""
-ROWS_S = 15.0
+ROWS_S = 60.0
 MOST_ROWS = 256
 """Changes that wait to be told to the index: for so long at most, and so many."""
 

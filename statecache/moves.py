@@ -25,9 +25,11 @@ from statecache.types import BLOCK_TOKENS, Boundary, KvRun, Payload
 log = logging.getLogger(__name__)
 MOST_RESIDENTS = 512
 """More than so many are not worth looking through when room is needed."""
-ORDERED = 8
+LEAST_ORDERED = 8
+ORDERED_SHARE = 2
 ORDER_S = 10.0
-"""So many victims are known in advance, for so long: to weigh all residents again costs as much as to copy one."""
+"""One part in so many of the residents, first to go, is known in advance, for so long: to weigh all of them again costs as much
+as to copy one, so each that goes has to pay for few."""
 
 
 class Saves(Protocol):
@@ -35,6 +37,7 @@ class Saves(Protocol):
 
     def grow(self, tokens: np.ndarray, salt: bytes, position: int) -> Growing | None: ...
     def add_rows(self, growing: Growing, blocks: Sequence[np.ndarray]) -> str: ...
+    def put_grown(self, growing: Growing, record: Record, payload: Payload) -> PutResult: ...
     def shrink(self, growing: Growing) -> None: ...
     def kv_missing_from(self, tokens: np.ndarray, salt: bytes, position: int) -> int: ...
     def put(self, tokens: np.ndarray, salt: bytes, boundary: Boundary, payload: Payload) -> PutResult: ...
@@ -110,6 +113,9 @@ class Job:
         self._device.copied_bytes += sum(part.nbytes for part in copied.state.values())
         logits = copied.logits if resident.logits else None
         payload = Payload(record.position, tuple(self._runs), copied.state, logits)
+        if self.growing is not None:
+            self.result = self._saves.put_grown(self.growing, record, payload)
+            return
         used_at, boundary = record.used_at, Boundary(record.position, record.kind, record.item)
         self.result = self._saves.put(self._tokens, record.salt, boundary, payload)
         record.used_at = used_at  # to be copied is not to be used
@@ -304,7 +310,8 @@ class Moves:
                 break
             yield resident
         order = self._in_order(now)
-        self._order = deque((resident, resident.record.used_at) for resident in order[:ORDERED])
+        known = max(LEAST_ORDERED, len(order) // ORDERED_SHARE)
+        self._order = deque((resident, resident.record.used_at) for resident in order[:known])
         self._ordered_at = now
         for resident in order:
             if self._order and self._order[0][0] is resident:

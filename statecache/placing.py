@@ -161,6 +161,25 @@ class Placing:
                 return self._refused(shelf, growing.path.position, error)
         return ""
 
+    def put_grown(self, growing: Growing, record: Record, payload: Payload) -> PutResult:
+        """put() of a checkpoint whose full blocks have all come: nothing is looked up again. To be copied is not to be used."""
+        shelf, path = growing.shelf, growing.path
+        assert growing.tokens == path.blocks * BLOCK_TOKENS
+        validate(payload, record.position, shelf.layout)
+        with self._lock:
+            if record.spoiled:
+                return PutResult(None, 0, False, SPOILED)
+            if record.id in shelf.holdings:
+                return PutResult(record.id, self._add_logits(record, shelf, path, payload), True, tier=shelf.tier.name)
+            record.in_use += 1
+            try:
+                written = self._kept.write_after(shelf, record, path, payload, growing.tail)
+            except TierError as error:
+                return PutResult(None, 0, False, self._refused(shelf, path.position, error))
+            finally:
+                record.in_use -= 1
+            return PutResult(record.id, written, True, tier=shelf.tier.name)
+
     def _refused(self, shelf: Shelf, position: int, error: TierError) -> str:
         shelf.refused += 1
         self.collisions += isinstance(error, Collision)
@@ -289,10 +308,14 @@ class Placing:
         self, record: Record, shelf: Shelf, path: Path, boundary: Boundary, payload: Payload, session: str
     ) -> PutResult:
         """Put of what is there already: at most its logits are new."""
-        written = 0
         record.kind = better_kind(record.kind, boundary.kind)
         record.used_at = self._clock()
         self._kept.join(record, session)
+        return PutResult(record.id, self._add_logits(record, shelf, path, payload), True, tier=shelf.tier.name)
+
+    def _add_logits(self, record: Record, shelf: Shelf, path: Path, payload: Payload) -> int:
+        """To what is on the shelf, if it has none; bytes charged."""
+        written = 0
         if payload.logits is not None and shelf.holdings[record.id].logits_key is None:
             record.in_use += 1
             try:
@@ -302,4 +325,4 @@ class Placing:
                 log.info("logits not kept position=%d tier=%s reason=%s", record.position, shelf.tier.name, error)
             finally:
                 record.in_use -= 1
-        return PutResult(record.id, written, True, tier=shelf.tier.name)
+        return written

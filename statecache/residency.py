@@ -151,6 +151,11 @@ class Residency:
         starts_at = payload.kv[0].start if payload.kv else record.position
         if starts_at > stored * BLOCK_TOKENS:
             raise TierError(f"KV rows begin at {starts_at}, stored are {stored * BLOCK_TOKENS} tokens")
+        return self.write_after(shelf, record, path, payload, tail)
+
+    def write_after(self, shelf: Shelf, record: Record, path: Path, payload: Payload, tail: Block | None) -> int:
+        """The same where the last of its blocks that are there is known."""
+        stored = 0 if tail is None else tail.index + 1
         shelf.hold(tail)  # making room must not take the blocks that this checkpoint builds on
         try:
             self.make_room(shelf, shelf.cost(record, path, stored, payload))

@@ -31,6 +31,9 @@ class Shelf:
         self._stretches = tier.stays and tier.extent_blocks == 1
         self.tier = tier
         self.layout = layout
+        self._state = [(name, f"state.{name}", nbytes) for name, nbytes in layout.state]
+        """Of each recurrent component: its name, its part's, its bytes."""
+        self._state_sizes = {part: nbytes for _, part, nbytes in self._state}
         self.blocks: dict[bytes, Block] = {}
         self.holdings: dict[str, Holding] = {}
         self.evictions = 0
@@ -83,7 +86,7 @@ class Shelf:
         step = self.tier.extent_blocks * BLOCK_TOKENS
         state = replace(extent, what="state", tokens=ids)
         sizes = {"kv.tail": position % BLOCK_TOKENS * self.layout.kv_token_bytes}
-        sizes |= {f"state.{name}": size for name, size in self.layout.state}
+        sizes |= self._state_sizes
         return (
             -(-(position // BLOCK_TOKENS * BLOCK_TOKENS) // step)
             * self.tier.cost(extent, {"kv": step * self.layout.kv_token_bytes})
@@ -137,7 +140,7 @@ class Shelf:
                 parts = {"kv": (end - first) * BLOCK_TOKENS * self.layout.kv_token_bytes}
                 known[alike] = self.tier.cost(extent_header(path, first, end), parts)
             total += known[alike]
-        sizes = {name: a.nbytes for name, a in self._state_parts(path, payload).items()}
+        sizes = {"kv.tail": path.position % BLOCK_TOKENS * self.layout.kv_token_bytes} | self._state_sizes
         return total + self.tier.cost(state_header(path, "state", record), sizes)
 
     def logits_cost(self, record: Record, path: Path, logits: np.ndarray) -> int:
@@ -189,7 +192,8 @@ class Shelf:
         try:
             for first, end, key in draft.extents:
                 rows = kv.between(first * BLOCK_TOKENS, end * BLOCK_TOKENS)
-                draft.stored[key] = self.tier.put(key, extent_header(path, first, end), {"kv": rows}, sealed=False)
+                parts = {"kv": rows[0] if len(rows) == 1 else rows}
+                draft.stored[key] = self.tier.put(key, extent_header(path, first, end), parts, sealed=False)
             if not draft.logits_only:
                 header = state_header(path, "state", record)
                 draft.stored[state_key] = self.tier.put(state_key, header, self._state_parts(path, payload), sealed=False)
@@ -368,7 +372,7 @@ class Shelf:
             runs = [KvRun(0, kv_out[: path.position])]
         elif len(tail):
             runs.append(KvRun(full, tail))
-        state = {name: self._part(holding.state_key, f"state.{name}", size) for name, size in self.layout.state}
+        state = {name: self._part(holding.state_key, part, size) for name, part, size in self._state}
         logits = None
         if holding.logits_key is not None:
             header = self.tier.header(holding.logits_key)
@@ -414,8 +418,8 @@ class Shelf:
 
     def _state_parts(self, path: Path, payload: Payload) -> dict[str, np.ndarray]:
         parts = {"kv.tail": rows_between(payload, path.blocks * BLOCK_TOKENS, path.position)}
-        for name, _ in self.layout.state:
-            parts[f"state.{name}"] = payload.state[name]
+        for name, part, _ in self._state:
+            parts[part] = payload.state[name]
         return parts
 
     def _put_logits(self, record: Record, path: Path, logits: np.ndarray, *, sealed: bool) -> int:

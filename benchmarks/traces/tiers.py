@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-import numpy as np
-
 from benchmarks.traces.rates import KV_TOKEN_BYTES, LOGITS_BYTES, STATE_BYTES
 from statecache.errors import TierError
 from statecache.store import StateCache
-from statecache.tiers.base import SegmentHeader
+from statecache.tiers.base import Part, SegmentHeader
 from statecache.tiers.disk import DiskTier
 from statecache.tiers.ram import RamTier
 from statecache.types import TierName
@@ -44,7 +42,7 @@ class ScaledTier(RamTier):
                 total += (LOGITS_BYTES if name == "logits" else STATE_BYTES) // SCALE
         return total
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, Part], *, sealed: bool = True) -> int:
         cost = super().put(key, header, parts, sealed=sealed)
         self.written[header.what] += cost * SCALE
         self.segments[header.what] += 1

@@ -3,8 +3,9 @@
 A segment is written once, whole, and never changed. Two kinds:
 
 - *extent*: KV rows of consecutive full blocks [start, position); part "kv". Shared by every checkpoint behind it.
-- *state*: what belongs to one position alone: "kv.tail" (rows of the partial block), one "state.NAME" per recurrent component;
-  and, as a segment of its own because it may come later, "logits".
+- *state*: what belongs to one position alone: "kv.tail" (rows of the partial block), one "state.NAME" for each recurrent
+  component of the layout (a worker's has one, which is all that its engine has); and, as a segment of its own because it may
+  come later, "logits".
 
 The store writes extents in rising order, then the state that needs them, and only then makes the checkpoint visible; a
 durable tier keeps that order on its medium. What may still turn out wrong is put unsealed: it can be read like the rest, and is
@@ -13,7 +14,7 @@ gone when the process ends before it is sealed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -25,9 +26,23 @@ Take = Callable[[int], np.ndarray]
 """Memory for bytes: uint8 [n] to write to, which ends with the last array over it. Beside a GPU it is memory that this copies
 from by itself."""
 
+Part = np.ndarray | Sequence[np.ndarray]
+"""Bytes to be stored: a uint8 array of any shape, or several whose bytes follow one another."""
+
 
 def ordinary(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, dtype=np.uint8)
+
+
+def pieces_of(part: Part) -> list[np.ndarray]:
+    """Its arrays, each uint8 [n]; views where that is possible."""
+    if isinstance(part, np.ndarray):
+        return [np.ascontiguousarray(part).reshape(-1)]
+    return [np.ascontiguousarray(array).reshape(-1) for array in part]
+
+
+def nbytes_of(part: Part) -> int:
+    return part.nbytes if isinstance(part, np.ndarray) else sum([array.nbytes for array in part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +92,8 @@ class Tier(Protocol):
         """Bytes that put() will charge for parts of these sizes, overhead included."""
         ...
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
-        """Store a copy; the caller may overwrite its buffers after return. parts: uint8 arrays of any shape.
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, Part], *, sealed: bool = True) -> int:
+        """Store a copy; the caller may overwrite its buffers after return.
 
         All or nothing. Returns the bytes charged. Raises TierFull or TierFailed. An existing key is replaced.
         sealed False: it must not outlive the process before seal().

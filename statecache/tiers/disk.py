@@ -25,7 +25,7 @@ import numpy as np
 from statecache.errors import SegmentBad, TierFailed, TierFull
 from statecache.quarantine import Quarantine
 from statecache.segment import encode_header, header_nbytes, part_sum
-from statecache.tiers.base import SegmentHeader, Take, ordinary
+from statecache.tiers.base import Part, SegmentHeader, Take, nbytes_of, ordinary, pieces_of
 from statecache.tiers.segment_files import SegmentFiles
 from statecache.types import TierName
 
@@ -110,10 +110,10 @@ class DiskTier:
     def unsealed(self) -> Collection[bytes]:
         return self._unsealed.keys()
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
-        arrays = {name: np.ascontiguousarray(a).view(np.uint8).reshape(-1) for name, a in parts.items()}
-        sizes = {name: a.nbytes for name, a in arrays.items()}
-        head = encode_header(key, header, sizes, {name: part_sum(a) for name, a in arrays.items()})
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, Part], *, sealed: bool = True) -> int:
+        arrays = {name: pieces_of(part) for name, part in parts.items()}
+        sizes = {name: nbytes_of(pieces) for name, pieces in arrays.items()}
+        head = encode_header(key, header, sizes, {name: part_sum(*pieces) for name, pieces in arrays.items()})
         cost = _charged(len(head) + sum(sizes.values()))
         budget = self.budget_bytes
         free = budget - self._used + self._sizes.get(key, 0)
@@ -122,7 +122,7 @@ class DiskTier:
         self._look_for_room(budget, cost, free - cost)
         temporary = f"{self._root}/tmp-{os.getpid()}-{next(self._serial)}"
         try:
-            self._write(temporary, [head, *(a.data for a in arrays.values() if a.size)])
+            self._write(temporary, [head, *[a.data for pieces in arrays.values() for a in pieces if a.size]])
         except OSError as error:
             _discard(temporary)
             raise self._failure(error, cost) from error

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from statecache.errors import SegmentBad, TierFull
-from statecache.tiers.base import SegmentHeader, Take, ordinary
+from statecache.tiers.base import Part, SegmentHeader, Take, nbytes_of, ordinary
 from statecache.types import TierName
 
 OVERHEAD_BYTES = 512
@@ -57,19 +57,22 @@ class RamTier:
     def seal(self, keys: Iterable[bytes]) -> None:
         """Nothing here outlives the process."""
 
-    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, np.ndarray], *, sealed: bool = True) -> int:
-        cost = self.cost(header, {name: a.nbytes for name, a in parts.items()})
+    def put(self, key: bytes, header: SegmentHeader, parts: Mapping[str, Part], *, sealed: bool = True) -> int:
+        sizes = {name: nbytes_of(part) for name, part in parts.items()}
+        cost = self.cost(header, sizes)
         old = self._segments.get(key)
         free = self._budget - self._used + (old[3] if old else 0)
         if cost > free:
             raise TierFull(self.name, cost, free)
         copies: dict[str, np.ndarray] = {}
-        for name, array in parts.items():
-            if _is_ours(array):
-                copies[name] = array.reshape(-1)
+        for name, part in parts.items():
+            if isinstance(part, np.ndarray) and _is_ours(part):
+                copies[name] = part.reshape(-1)
                 continue
-            copy = self._take(array.nbytes)
-            copy.reshape(array.shape)[...] = array
+            copy, at = self._take(sizes[name]), 0
+            for array in (part,) if isinstance(part, np.ndarray) else part:
+                copy[at : at + array.nbytes].reshape(array.shape)[...] = array
+                at += array.nbytes
             copy.flags.writeable = False
             copies[name] = copy
         sums = {name: xxhash.xxh3_64_intdigest(a.data) for name, a in copies.items()} if self._checksums else {}

@@ -353,6 +353,26 @@ def test_memory_keeps_a_read_only_array_that_is_its_own_and_copies_every_other()
     assert same(stored, tokens, SALT)
 
 
+def test_what_is_copied_is_looked_for_once():
+    w, asked = World(), 0
+    shelf = w.cache._kept.shelves[0]
+    stored_blocks = shelf.stored_blocks
+
+    def counted(*arguments):
+        nonlocal asked
+        asked += 1
+        return stored_blocks(*arguments)
+
+    shelf.stored_blocks = counted
+    tokens = context(17, 300)
+    result = w.admit(tokens, stays=False)
+    assert (result.tier, asked) == ("ram", 1)
+    with w.cache.match(np.append(tokens, 1), SALT) as match:
+        assert (match.position, match.tier) == (300, "ram")
+        assert same(match.read(), tokens, SALT)
+    w.everything_goes()
+
+
 @pytest.mark.parametrize("leaves_first", [False, True])
 def test_a_context_that_memory_cannot_hold_goes_past_it_to_the_disk(leaves_first):
     w = World(tiers=[RamTier(12_000), RamTier(1 << 20, name="disk")], write_behind=True)

@@ -55,6 +55,17 @@ def test_what_is_put_is_read_back(make_tier):
     assert out.tobytes() == rows[2].tobytes()
 
 
+def test_arrays_that_follow_one_another_are_one_part(make_tier):
+    tier = make_tier()
+    rows = np.arange(120, dtype=np.uint8).reshape(12, 10)
+    pieces = [rows[:4], rows[4:8:2], np.empty((0, 10), np.uint8), rows[8:]]
+    charged = tier.put(KEY, header(), {"kv": pieces, "empty": [], "tail": rows[3]})
+    assert charged == tier.used_bytes == tier.cost(header(), {"kv": 100, "empty": 0, "tail": 10})
+    assert tier.read(KEY, "kv").tobytes() == np.concatenate(pieces).tobytes()
+    assert tier.read(KEY, "empty").size == 0
+    assert tier.read(KEY, "tail").tobytes() == rows[3].tobytes()
+
+
 def test_the_source_may_change_after_put_and_reads_are_read_only(make_tier):
     tier = make_tier()
     data = np.ones(8, np.uint8)
