@@ -19,6 +19,17 @@ class StateCut:
     dest_row: int
 
 
+class Draw(NamedTuple):
+    """How the host will choose the token behind a row (sampling.py), for a device that guesses it. temperature 0: the largest
+    logit. uniform: the number in [0, 1) that the host will draw with."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniform: float = 0.0
+
+
 class SeqSlice(NamedTuple):
     """One sequence's part of the flat batch. A tuple, as whatever is made for every row of every step: half the time.
 
@@ -30,6 +41,8 @@ class SeqSlice(NamedTuple):
     cuts: where recurrent state is copied on the way; KV needs no copy.
     row_out: row that takes the advanced state while state_row keeps what it has, −1 = state_row is advanced. Only for a single
     token, and for models that look ahead (models/base.Staged).
+    draw: how the token behind it will be chosen, None = the largest logit, and nobody looks at the others. For models that look
+    ahead.
     """
 
     start: int
@@ -40,6 +53,7 @@ class SeqSlice(NamedTuple):
     fresh: bool
     cuts: tuple[StateCut, ...] = ()
     row_out: int = -1
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True, slots=True)

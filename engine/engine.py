@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from engine.ahead import Ahead
+from engine.ahead import Ahead, Begun
 from engine.config import EngineConfig, Machine
 from engine.device.base import Device
 from engine.elastic.boundary import Boundary, Divided
@@ -137,9 +137,10 @@ class Engine:
             self._controller = Controller(self._boundary, divided, self.store, self.scheduler, clock_ns)
         self._holds = Holds(self.store, device)
         ahead = Ahead(model, self.store, self.max_context) if isinstance(model, Staged) and config.ahead_rows else None
+        begun = Begun() if ahead is None else ahead.counts
         self.passes = Passes(model, self.store, clock_ns, ahead)
         self.outcomes = Outcomes(self.store, self.scheduler, self.max_context)
-        self._figures = Figures(self.store, self.scheduler, self._holds, slots, self._boundary)
+        self._figures = Figures(self.store, self.scheduler, self._holds, slots, self._boundary, begun)
         self._unreturned: list[EngineEvent] = []
         self._arrivals = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.ahead import Begun
 from engine.elastic.boundary import Boundary
 from engine.holds import Holds
 from engine.kvcache.store import StateStore
@@ -12,13 +13,20 @@ from engine.types import EngineStats
 
 
 class Figures:
-    """slots: of the model's experts, None without any. boundary: of memory that changes hands, None if none does."""
+    """slots: of the model's experts, None without any. boundary: of memory that changes hands, None if none does. begun: steps
+    before they are asked for."""
 
     def __init__(
-        self, store: StateStore, scheduler: Scheduler, holds: Holds, slots: SlotCounters | None, boundary: Boundary | None
+        self,
+        store: StateStore,
+        scheduler: Scheduler,
+        holds: Holds,
+        slots: SlotCounters | None,
+        boundary: Boundary | None,
+        begun: Begun,
     ) -> None:
         self._store, self._scheduler, self._holds = store, scheduler, holds
-        self._slots, self._boundary = slots, boundary
+        self._slots, self._boundary, self._begun = slots, boundary, begun
         self._prefill_tokens = self._decode_tokens = 0
         self._prefill_seconds = self._decode_seconds = 0.0
 
@@ -41,7 +49,7 @@ class Figures:
 
     def stats(self) -> EngineStats:
         """Counters since the start and what is free now. Rows are those of recurrent state; without any, of requests."""
-        scheduler, store, boundary = self._scheduler, self._store, self._boundary
+        scheduler, store, boundary, begun = self._scheduler, self._store, self._boundary, self._begun
         rows = store.total_rows or scheduler.max_rows
         arena = self._holds.memory_stats()
         return EngineStats(
@@ -68,4 +76,10 @@ class Figures:
             pinned_bytes=0 if arena is None else arena.pinned,
             pinned_used_bytes=0 if arena is None else arena.used,
             not_pinned_bytes=0 if arena is None else arena.elsewhere,
+            ahead_used=begun.used,
+            ahead_wrong=begun.wrong,
+            ahead_ended=begun.ended,
+            ahead_joined=begun.joined,
+            guesses=begun.guesses,
+            wrong_guesses=begun.wrong_guesses,
         )

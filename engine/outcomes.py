@@ -68,7 +68,7 @@ class Outcomes:
         """Take over what a pass computed, for each request whose logits are finite."""
         drawing: list[Running] = []
         rows: list[int] = []
-        finite = finite_rows(logits.rows) if logits.best is None else [best >= 0 for best in logits.best]
+        finite = finite_rows(logits.rows) if logits.guesses is None else [guess >= 0 for guess in logits.guesses]
         for index, (part, good) in enumerate(zip(slices, finite, strict=True)):
             seq = part.seq
             if not good:
@@ -96,7 +96,7 @@ class Outcomes:
                 else:
                     self._draw([seq], logits.take([index]), events)
             return
-        choices = choose_tokens(logits.rows, [s.sampler for s in seqs], [s.output_length for s in seqs], logits.best)
+        choices = choose_tokens(logits.rows, [s.sampler for s in seqs], [s.output_length for s in seqs], logits.guesses)
         for index, (seq, choice) in enumerate(zip(seqs, choices, strict=True)):
             if isinstance(choice, str):
                 self._finish(seq, "error", events, error=choice)

@@ -49,7 +49,7 @@ class Passes:
             self.ahead.before(slices, alone=self.open is None)
         logits = self.model.forward(self._batch(slices), self._store.kv, self._store.states)
         if self.ahead is not None:
-            self.ahead.after(slices)
+            self.ahead.after(slices, logits)
         return logits
 
     def divide(self, slices: list[Slice]) -> tuple[list[Slice], list[Slice]]:
@@ -112,7 +112,8 @@ class Passes:
             start, end = part.start, part.end
             cuts = tuple(StateCut(position - start, row) for position, row in part.cuts if row != NO_ROW) if part.cuts else ()
             pages = table.view(-(-end // page_size))
-            seqs.append(SeqSlice(at, end - start, start, pages, seq.row, start == 0, cuts, row_out(part)))
+            draw = None if self.ahead is None else self.ahead.draw(part)
+            seqs.append(SeqSlice(at, end - start, start, pages, seq.row, start == 0, cuts, row_out(part), draw))
             if end - start == 1:  # an array for one token costs as much as all else here
                 ids[at], positions[at] = seq.token_at(start), start
                 at += 1

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.batch import Draw
 from engine.errors import MaskFailed
 from engine.types import SamplingParams, TokenMask
 
@@ -79,14 +80,19 @@ class Sampler:
             self._seen[torch.from_numpy(prompt.astype(np.int64))] = True
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._counts = torch.zeros(vocab_size)
-        self.plain_greedy = (
-            params.temperature < _GREEDY_BELOW
-            and params.logprobs is None
-            and self._seen is None
-            and self._counts is None
-            and mask is None
-        )
+        self.foreseeable = self._seen is None and self._counts is None and mask is None
+        """What is chosen depends on the logits and on how many tokens there are, not on which: see draw()."""
+        self.plain_greedy = self.foreseeable and params.temperature < _GREEDY_BELOW and params.logprobs is None
         """The choice is just the argmax, so rows of several requests can be taken at once."""
+
+    def draw(self, index: int) -> Draw | None:
+        """How a foreseeable sampler will choose generated token number index; None: plainly greedily."""
+        params = self.params
+        if self.plain_greedy:
+            return None
+        if params.temperature < _GREEDY_BELOW:
+            return Draw()
+        return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(self.seed, index))
 
     def observe(self, token: int) -> None:
         """Take note of a generated token."""
@@ -127,12 +133,13 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, u: float) -> int:
         params = self.params
+        ids: torch.Tensor | None = None
+        if 0 < params.top_k < len(logits):
+            logits, ids = torch.topk(logits, params.top_k)  # before anything is done to all of them
         x = logits.double()
         # Shifted by the maximum, which changes no probability: a temperature near zero would overflow otherwise.
         x = (x - x.max()) / params.temperature
-        ids: torch.Tensor | None = None
-        if 0 < params.top_k < len(x):
-            x, ids = torch.topk(x, params.top_k)
+        if ids is not None:
             p = x.softmax(-1).numpy()
         elif params.top_p < 1.0:
             p, ids = _most_probable(x, params.top_p)
@@ -184,19 +191,19 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
 
 
 def choose_tokens(
-    logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int], best: Sequence[int] | None = None
+    logits: torch.Tensor, samplers: Sequence[Sampler], indices: Sequence[int], guesses: Sequence[int] | None = None
 ) -> list[Choice | str]:
-    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request. best: each row's
-    argmax where it is known already.
+    """One token for each row of f32 [n, vocab] (finite). indices: generated tokens so far, per request. guesses:
+    as Logits has them; what is chosen does not depend on them.
 
     Text where a request's own settings or mask leave nothing to choose from, which must not touch the others: it says why.
     """
     choices: list[Choice | str] = []
     for row, (sampler, index) in enumerate(zip(samplers, indices, strict=True)):
         if sampler.plain_greedy:
-            if best is None:
-                best = logits.argmax(-1).tolist()
-            choices.append(Choice(best[row]))
+            if guesses is None:
+                guesses = logits.argmax(-1).tolist()
+            choices.append(Choice(guesses[row]))
         else:
             try:
                 choices.append(sampler.choose(logits[row], index))

@@ -262,7 +262,8 @@ class EngineStats:
     waiting_prefill_tokens: prompt tokens not yet computed, of running requests too. cuts_skipped: cuts that gave no hold for
     want of a recurrent row. preemptions: requests sent to host memory for want of pages, pauses: for a more pressing one.
     expert_slots, memory_moves, lent_bytes: as MemoryReport has them. pinned_bytes, pinned_used_bytes: of the memory for copies;
-    not_pinned_bytes: copied so far to other memory, because it was full or refused.
+    not_pinned_bytes: copied so far to other memory, because it was full or refused. ahead_*: steps that were begun before they
+    were asked for, guesses: of drawn tokens that they rest on; see ahead.Begun.
     """
 
     running: int
@@ -288,3 +289,9 @@ class EngineStats:
     pinned_bytes: int = 0
     pinned_used_bytes: int = 0
     not_pinned_bytes: int = 0
+    ahead_used: int = 0
+    ahead_wrong: int = 0
+    ahead_ended: int = 0
+    ahead_joined: int = 0
+    guesses: int = 0
+    wrong_guesses: int = 0

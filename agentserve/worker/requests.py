@@ -114,5 +114,11 @@ def load_report(
             "pinned_bytes": stats.pinned_bytes,
             "pinned_used_bytes": stats.pinned_used_bytes,
             "not_pinned_bytes": stats.not_pinned_bytes,
+            "steps_ahead_used": stats.ahead_used,
+            "steps_ahead_wrong": stats.ahead_wrong,
+            "steps_ahead_ended": stats.ahead_ended,
+            "steps_ahead_joined": stats.ahead_joined,
+            "guesses": stats.guesses,
+            "wrong_guesses": stats.wrong_guesses,
         },
     )

@@ -141,11 +141,14 @@ def _dense(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
     box, counts, status = make.values(tokens, g.hidden, dtype=f32), make.ints([0, 1, 0, 0]), make.ints([0, 0, 0, 0])
     run = partial(ops.merge, residual, residual, box, counts, status, delta, make.values(tokens, 1, dtype=f32))
     yield Case(f"merge t{tokens}", run, size(residual, residual, residual, box, delta))
-    logits, best, turn = make.values(tokens, g.vocab, dtype=f32), make.ints([0] * tokens), make.ints([0])
+    logits, guesses, turn = make.values(tokens, g.vocab, dtype=f32), make.ints([0] * tokens), make.ints([0])
     found = make.ints([[0] * (tokens + 1)] * 2)
-    yield Case(f"greedy t{tokens}", partial(ops.greedy, logits, turn, best, found), size(logits))
-    told, tables = make.ints([[[0] * tokens] * 5] * 2), make.ints([[0] * tokens] * 5)
-    yield Case(f"begin t{tokens}", partial(ops.begin, told, best, turn, tables, found), 2 * size(tables))
+    for name, setting in (("greedy", (0.0, 0.0, 1.0)), ("top-k", (0.7, 20.0, 0.95)), ("whole row", (0.7, 0.0, 1.0))):
+        draws = make.ints([[value] * tokens for value in (*setting, 0.0, 0.5, 0.0)], f32)
+        run = partial(ops.guess, logits, draws, turn, guesses, found)
+        yield Case(f"guess {name} t{tokens}", run, size(logits))
+    told, tables = make.ints([[[0] * tokens] * 11] * 2), make.ints([[0] * tokens] * 11)
+    yield Case(f"begin t{tokens}", partial(ops.begin, told, guesses, turn, tables, found), 2 * size(tables))
 
 
 def _pages(g: Geometry, make: Maker, seqs: int, tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:

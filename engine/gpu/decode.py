@@ -216,7 +216,7 @@ class DecodeStep:
         """Ends the recording. What most steps want of the logits goes to the host, and to the next step: see DecodeTables."""
         tables = self._tables
         self._linear(x, head, self.logits_out)
-        self.tape.add(lambda: self._ops.greedy(self.logits_out, tables.turn, tables.best, tables.found))
+        self.tape.add(lambda: self._ops.guess(self.logits_out, tables.draws, tables.turn, tables.guesses, tables.found))
         experts = self._experts
         if experts is not None and not experts.resident:
             self.tape.add(lambda: experts.box.status_host.copy_(experts.box.status, non_blocking=True))

@@ -38,7 +38,7 @@ CHUNK_ROWS = 2048
 OPERATIONS = (
     *("gather", "add_norm", "linear", "silu_mul", "gated_norm", "attend_prepare", "decode_scratch", "decode_attention"),
     *("prefill_attention", "conv", "delta", "route", "admit", "fetch", "slot_experts", "publish", "wait_reply", "merge"),
-    *("union", "group", "grouped_experts", "stamp", "begin", "greedy"),
+    *("union", "group", "grouped_experts", "stamp", "begin", "guess"),
 )
 """What a set of kernels must have; kernels/plain/ says what each does."""
 Progress = Callable[[float, str], None]

@@ -132,6 +132,11 @@ class GpuModel:
         """See models/base.Staged."""
         self.steps.look_ahead(batch)
 
+    @property
+    def begun(self) -> bool:
+        """See models/base.Staged."""
+        return self.steps.begun
+
     def rehearse(self, kv: KvPools, states: RecurrentPools, tokens: int) -> None:
         """See models/base.Staged."""
         most = min(tokens, self._pass_buffers.rows, self._max_context)

@@ -26,7 +26,8 @@ from engine.models.decoder import Decoder
 @dataclass(slots=True)
 class Launched:
     """A step on the device. tokens, seqs: as it was asked for. began_ns: when the device was free for it, None = nobody knows.
-    ahead: it was launched before it was asked for. best: as Logits.best, once it is over."""
+    ahead: it was launched before it was asked for. guesses: as Logits.guesses, once it is over. kept: the logits where the host
+    reads them, None if it does not or they are not written again, and when they are there."""
 
     number: int
     tokens: torch.Tensor
@@ -35,7 +36,8 @@ class Launched:
     moment: Moment
     began_ns: int | None
     ahead: bool = False
-    best: Sequence[int] = ()
+    guesses: Sequence[int] = ()
+    kept: tuple[torch.Tensor, Moment] | None = None
 
 
 class DecodeSteps:
@@ -58,6 +60,12 @@ class DecodeSteps:
         self._ahead: tuple[Launched, Launched] | None = None  # a step whose tokens may not be read yet, and the one behind it
         self._behind = False  # the next step waits for one that nobody asked for
         self._over_ns: int | None = None
+        self._room = torch.empty(0, decoder.spec.vocab_size)  # pinned, for `kept`
+
+    @property
+    def begun(self) -> bool:
+        """See models/base.Staged."""
+        return self._ahead is not None
 
     @property
     def tables(self) -> DecodeTables:
@@ -99,10 +107,10 @@ class DecodeSteps:
             self._drop_ahead()
 
     def run(self, tokens: torch.Tensor, seqs: Sequence[SeqSlice], streaming: bool) -> Logits:
-        """One token of each sequence. The logits are the buffer's, unless it takes more than one step. streaming: a pass has
-        the link and the slots."""
+        """One token of each sequence. The logits are the buffer's or, where another step follows already, a copy on the host,
+        until the next call, unless it takes more than one step. streaming: a pass has the link and the slots."""
         parts: list[torch.Tensor] = []
-        best: list[int] = []
+        guesses: list[int] = []
         most = self._sizes[-1]
         expected, self._expected = self._expected, None
         if streaming or len(seqs) > most:
@@ -114,16 +122,27 @@ class DecodeSteps:
             if expected is not None:
                 self._launch_ahead(step, expected)
             self._wait(step, streaming)
-            rows = step.logits[: len(part)] if self._ahead is None else step.logits[: len(part), :0]
+            rows = step.logits[: len(part)] if step.kept is None else step.kept[0]
+            rows = rows if self._ahead is None or step.kept is not None else rows[:, :0]
             parts.append(rows if len(part) == len(seqs) else rows.clone())
-            best += step.best
-        return Logits(parts[0] if len(parts) == 1 else torch.cat(parts), best)
+            guesses += step.guesses
+        return Logits(parts[0] if len(parts) == 1 else torch.cat(parts), guesses)
 
     def _launch_ahead(self, step: Launched, expected: ForwardBatch) -> None:
         """Unless its graph would have to be captured first, which runs a step in between."""
         size = next(size for size in self._sizes if size >= len(expected.seqs))
         if (size, self._reads(len(expected.seqs), False)) in self.graphs:
+            if any(seq.draw is not None for seq in step.seqs):
+                step.kept = self._keep(step.logits[: len(step.seqs)])
             self._ahead = step, self._launch(expected.token_ids, expected.seqs, False)
+
+    def _keep(self, logits: torch.Tensor) -> tuple[torch.Tensor, Moment]:
+        """Copy them to the host, behind their step and before the next one."""
+        if len(self._room) < len(logits):
+            self._room = self._device.pinned(len(logits), logits.shape[1], dtype=torch.float32)
+        kept = self._room[: len(logits)]
+        kept.copy_(logits, non_blocking=True)
+        return kept, self._device.moment()
 
     def _reads(self, rows: int, streaming: bool) -> Reads:
         """Of the next step, whose table is set by it."""
@@ -150,7 +169,7 @@ class DecodeSteps:
         tables, codes = self.tables, step.tokens.tolist()
         same = len(seqs) == len(step.seqs) and all(
             (seq.context, seq.state_row, seq.row_out) == (mine.context, mine.state_row, mine.row_out)
-            and token == (code if code >= 0 else before.best[-1 - code])
+            and token == (code if code >= 0 else before.guesses[-1 - code])
             and tables.holds_pages(index, seq.page_table.numpy())
             for index, (seq, mine, token, code) in enumerate(zip(seqs, step.seqs, tokens.tolist(), codes, strict=True))
         )
@@ -191,7 +210,9 @@ class DecodeSteps:
             over = time.perf_counter_ns()
             if self._experts is not None:
                 self._experts.check()
-            step.best = self.tables.chosen(step.number, len(step.seqs))
+            step.guesses = self.tables.chosen(step.number, len(step.seqs))
+            if step.kept is not None:
+                step.kept[1].wait()
         except BaseException:
             self._drop_ahead()
             raise

@@ -88,21 +88,21 @@ class RecurrentPools(Protocol):
 @dataclass(frozen=True, slots=True)
 class Logits:
     """What a pass gives. rows: f32 [n, vocab_size], which the model may write again in its next pass: copy what is kept. Of no
-    width where the model looks ahead, and has begun to write them again.
+    width where the model has begun with the step behind, and no row of this one has a `draw`.
 
-    best: for each row the index of its largest value, the lowest of several, or −1 if it holds NaN or infinity; None if
-    nobody has looked.
+    guesses: for each row the token that will probably be chosen by its `draw`, or −1 if it holds NaN or infinity; None if
+    nobody has looked. Where the temperature is 0 it is no guess, but the index of the largest value, the lowest of several.
     """
 
     rows: torch.Tensor
-    best: Sequence[int] | None = None
+    guesses: Sequence[int] | None = None
 
     def take(self, indices: Sequence[int]) -> Logits:
         """These rows only."""
         if len(indices) == len(self.rows):
             return self
-        best = None if self.best is None else [self.best[index] for index in indices]
-        return Logits(self.rows[list(indices)], best)
+        guesses = None if self.guesses is None else [self.guesses[index] for index in indices]
+        return Logits(self.rows[list(indices)], guesses)
 
 
 class Pass(Protocol):
@@ -139,11 +139,17 @@ class Staged(Protocol):
         """Of the next forward(), which is of single tokens: what the one after it is expected to be asked for. The device may
         begin with it before anybody has read what comes before it. None: what was begun so is not to be used, whatever comes.
 
-        batch: single tokens. A token id of −1 − r: what row r of the next forward() finds best; every sequence has a row_out
-        of its own, unless the model has no recurrent state, and pages for its token. What a forward() computes does not depend
-        on it, but its logits have no rows, only the best of each. If something else is asked for then, what was begun leaves
-        nothing behind but keys and values at positions that are not computed yet, and what lies in row_out.
+        batch: single tokens. A token id of −1 − r: what is guessed for row r of the next forward(); every sequence has a
+        row_out of its own, unless the model has no recurrent state, and pages for its token. What a forward() computes does not
+        depend on it, but its logits have rows only if one of its sequences has a `draw`. If something else is asked for then,
+        what was begun leaves nothing behind but keys and values at positions that are not computed yet, and what lies in
+        row_out.
         """
+        ...
+
+    @property
+    def begun(self) -> bool:
+        """Whether the device has begun with a step that nobody has asked for yet."""
         ...
 
     def begin(self, batch: ForwardBatch, kv: KvPools, states: RecurrentPools) -> Pass:

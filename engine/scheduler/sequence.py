@@ -30,6 +30,8 @@ class Sequence:
     slice, and it must stay where it is.
     ahead_row: takes the recurrent state of the token after, beside `row`; the two change places with every token then.
     ahead: the step for its next token may have been begun, and nothing has touched what it rests on since.
+    guess: what a device took for its newest token before the host chose it, −1 = nothing. guesses, wrong: of those, while it
+    draws.
     loading: `restore` on its way into the pages, None when it is there; until then nothing of it is computed or held.
     """
 
@@ -44,6 +46,8 @@ class Sequence:
         "due_us",
         "edges",
         "failed",
+        "guess",
+        "guesses",
         "held_at",
         "id",
         "length",
@@ -58,6 +62,7 @@ class Sequence:
         "row",
         "sampler",
         "table",
+        "wrong",
     )
 
     def __init__(
@@ -85,6 +90,8 @@ class Sequence:
         self.cut_rows: list[int] = []
         self.ahead_row = NO_ROW
         self.ahead = False
+        self.guess = -1
+        self.guesses = self.wrong = 0
         self.loading: Loading | None = None
 
     def vacate(self) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engine.types import SamplingParams
+from engine.ahead import Begun, worth_guessing
+from engine.types import EngineEvent, SamplingParams, TokenEvent
+from tests.budget import examples
 from tests.engine.helpers import Log, make_engine, prompt, release_all, request, run
 from tests.fakes.hash_model import Plain, StagedHashModel, expected_tokens, make_spec
 
 NEW = 20
+LONG = 50  # within one page
 
 
 def engine_with(recurrent: bool = True, **settings):
@@ -63,13 +68,12 @@ def test_answers_of_different_length_leave_one_by_one():
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(max_tokens=NEW, temperature=0.7, seed=3),
         SamplingParams(max_tokens=NEW, temperature=0.0, presence_penalty=0.5),
+        SamplingParams(max_tokens=NEW, temperature=2.0, seed=1, frequency_penalty=0.5),
         SamplingParams(max_tokens=NEW, temperature=0.0, repetition_penalty=1.2),
-        SamplingParams(max_tokens=NEW, temperature=0.0, logprobs=1),
     ],
 )
-def test_no_step_is_begun_whose_tokens_the_host_must_choose(sampling):
+def test_no_step_is_begun_whose_tokens_depend_on_more_than_their_logits(sampling):
     model, engine = engine_with()
     engine.submit(request("greedy", prompt(1, 9), NEW))
     engine.submit(request("other", prompt(2, 9), sampling=sampling))
@@ -203,4 +207,127 @@ def test_a_step_that_fails_after_another_was_begun_ends_the_answer_and_frees_bot
         engine.step()
     run(engine, log)
     assert log.finished["a"].reason == "error"
+    release_all(engine)
+
+
+def told(engine) -> dict[str, list[tuple]]:
+    """Run to the end: of every answer its tokens with all that is said of them."""
+    events: dict[str, list[tuple]] = {}
+
+    def take(step: list[EngineEvent]) -> None:
+        for event in step:
+            if isinstance(event, TokenEvent):
+                events.setdefault(event.request_id, []).append((event.token_id, event.logprob, event.top_logprobs))
+
+    while engine.has_work:
+        take(engine.step())
+        engine.check()
+    return events
+
+
+def counts(engine) -> Begun:
+    assert engine.passes.ahead is not None
+    return engine.passes.ahead.counts
+
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, NEW),
+    temperature=st.sampled_from([0.0, 0.4, 3.0, 8.0]),
+    top_k=st.sampled_from([0, 1, 8, 40]),
+    top_p=st.sampled_from([0.2, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 1 << 64),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+    stop_token_ids=st.sampled_from([(), (), (5, 17, 40)]),
+)
+
+
+@settings(max_examples=examples(20, 300), deadline=None)
+@given(answers=st.lists(samplings, min_size=1, max_size=4), recurrent=st.booleans(), every=st.integers(1, 9))
+def test_what_is_drawn_does_not_depend_on_what_was_begun_nor_on_guesses(answers, recurrent, every):
+    """Also where every so-many guess is wrong, which costs nothing but steps. (Equal logits are, by themselves.)"""
+    said = []
+    for rows, wrong in ((0, None), (4, None), (4, every)):
+        model, engine = engine_with(recurrent, ahead_rows=rows)
+        model.wrong = lambda number, wrong=wrong: wrong is not None and number % wrong == 0
+        for index, sampling in enumerate(answers):
+            engine.submit(request(str(index), prompt(index, 5 + index), sampling=sampling))
+        said.append(told(engine))
+        assert model.used_ahead == (counts(engine).used if rows else 0)
+        release_all(engine)
+    assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=LONG, temperature=3.0, seed=3),
+        SamplingParams(max_tokens=LONG, temperature=3.0, top_k=20, top_p=0.95, seed=4),
+        SamplingParams(max_tokens=LONG, temperature=0.0, logprobs=2),
+        SamplingParams(max_tokens=LONG, temperature=3.0, logprobs=0, min_p=0.01, seed=5),
+    ],
+)
+def test_every_step_of_an_answer_that_is_drawn_is_begun_before_it_is_asked_for(sampling):
+    model, engine = engine_with()
+    engine.submit(request("a", prompt(1, 9), sampling=sampling))
+    engine.submit(request("greedy", prompt(2, 9), LONG))
+    log = run(engine)
+    assert log.tokens["greedy"] == expected_tokens(prompt(2, 9), LONG, model.spec)
+    assert len(set(log.tokens["a"])) > 5
+    assert model.used_ahead == LONG - 2
+    assert counts(engine) == Begun(used=LONG - 2, guesses=LONG - 2)
+    release_all(engine)
+
+
+def test_a_wrong_guess_costs_its_step_and_the_others_go_on():
+    model, engine = engine_with()
+    model.wrong = lambda number: number in (20, 21, 40)
+    for id in ("a", "b"):
+        engine.submit(request(id, prompt(1, 9), sampling=SamplingParams(max_tokens=LONG, temperature=3.0, seed=3)))
+    log = run(engine)
+    assert log.tokens["a"] == log.tokens["b"]
+    # Two at a time: the first two are of one step.
+    assert counts(engine) == Begun(used=LONG - 4, wrong=2, guesses=2 * (LONG - 2), wrong_guesses=3)
+    assert model.used_ahead == LONG - 4
+    release_all(engine)
+
+
+def test_an_answer_whose_guesses_are_often_wrong_is_guessed_no_more():
+    model, engine = engine_with()
+    model.wrong = lambda number: True
+    engine.submit(request("a", prompt(1, 9), sampling=SamplingParams(max_tokens=LONG, temperature=3.0, seed=3)))
+    run(engine)
+    assert counts(engine) == Begun(wrong=3, guesses=3, wrong_guesses=3)
+    model.wrong = lambda number: False
+    engine.submit(request("b", prompt(1, 9), sampling=SamplingParams(max_tokens=LONG, temperature=3.0, seed=3)))
+    run(engine)
+    assert counts(engine).used == LONG - 2  # another request begins anew
+    release_all(engine)
+
+
+def test_one_wrong_guess_in_eight_is_borne():
+    assert all(worth_guessing(guesses, 2) for guesses in range(2, 100))
+    assert not worth_guessing(3, 3)
+    assert worth_guessing(800, 102)
+    assert not worth_guessing(800, 103)
+
+
+def test_steps_that_were_begun_for_nothing_are_told_by_what_came_in_between():
+    _, engine = engine_with()
+    log = Log()
+    drawn = SamplingParams(max_tokens=LONG, temperature=3.0, seed=3)
+    engine.submit(request("a", prompt(1, 9), sampling=drawn))
+    engine.submit(request("b", prompt(2, 9), sampling=drawn))
+    step_until(engine, log, "a", 6)
+    engine.cancel("b")
+    step_until(engine, log, "a", 9)
+    assert (counts(engine).ended, counts(engine).joined) == (1, 0)
+    engine.submit(request("c", prompt(3, 1), sampling=drawn))
+    step_until(engine, log, "c", 6)
+    assert (counts(engine).ended, counts(engine).joined) == (1, 1)
+    stats = engine.stats()
+    assert (stats.ahead_used, stats.ahead_ended, stats.ahead_joined) == (counts(engine).used, 1, 1)
+    assert (stats.guesses, stats.wrong_guesses) == (counts(engine).guesses, 0)
+    run(engine, log)
     release_all(engine)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from engine.kernels.plain.admission import admit, union
 from engine.kernels.plain.attention import attend_prepare, decode_attention, decode_scratch, prefill_attention
 from engine.kernels.plain.delta import conv, delta
-from engine.kernels.plain.dense import add_norm, begin, gated_norm, gather, greedy, linear, merge, silu_mul
+from engine.kernels.plain.dense import add_norm, begin, gated_norm, gather, linear, merge, silu_mul
 from engine.kernels.plain.experts import bank_experts, group, grouped_experts, route, slot_experts
+from engine.kernels.plain.guess import guess
 from engine.kernels.plain.handoff import fetch, publish, stamp, wait_reply
 
 __all__ = [
@@ -29,9 +30,9 @@ __all__ = [
     "fetch",
     "gated_norm",
     "gather",
-    "greedy",
     "group",
     "grouped_experts",
+    "guess",
     "linear",
     "merge",
     "prefill_attention",

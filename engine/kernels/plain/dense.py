@@ -39,23 +39,15 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor)
     out.copy_(reference.rms_norm(x.float(), weight, eps, gate))
 
 
-def begin(told: Tensor, best: Tensor, turn: Tensor, tables: Tensor, found: Tensor) -> None:
+def begin(told: Tensor, guesses: Tensor, turn: Tensor, tables: Tensor, found: Tensor) -> None:
     """What a decode step begins with: turn += 1; tables int32 [n, R] = told[turn & 1], where a token ([0]) of −1 − r becomes
-    best[r]; found[turn & 1, R] = turn. See gpu/tables.py."""
+    guesses[r]; found[turn & 1, R] = turn. See gpu/tables.py."""
     turn += 1
     now = int(turn)
     tables.copy_(told[now & 1])
     tokens = tables[0]
-    tokens.copy_(torch.where(tokens < 0, best[torch.where(tokens < 0, -1 - tokens, 0).long()], tokens))
+    tokens.copy_(torch.where(tokens < 0, guesses[torch.where(tokens < 0, -1 - tokens, 0).long()], tokens))
     found[now & 1, -1] = now
-
-
-def greedy(logits: Tensor, turn: Tensor, best: Tensor, found: Tensor) -> None:
-    """best[r] and found[turn & 1, r]: the index of the largest of logits f32 [R, V] in row r, the lowest of several; -1 where a
-    value is NaN or infinite."""
-    chosen = torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).int()
-    best[: len(chosen)] = chosen
-    found[int(turn) & 1, : len(chosen)] = chosen
 
 
 def merge(

@@ -13,9 +13,9 @@ from engine.kernels.triton.begin import begin
 from engine.kernels.triton.conv import conv
 from engine.kernels.triton.delta import delta
 from engine.kernels.triton.fetch import fetch
-from engine.kernels.triton.greedy import greedy
 from engine.kernels.triton.group import group
 from engine.kernels.triton.grouped_experts import grouped_experts
+from engine.kernels.triton.guess import guess
 from engine.kernels.triton.handoff import publish, stamp, wait_reply
 from engine.kernels.triton.linear import linear
 from engine.kernels.triton.norm import add_norm, gated_norm
@@ -37,9 +37,9 @@ __all__ = [
     "fetch",
     "gated_norm",
     "gather",
-    "greedy",
     "group",
     "grouped_experts",
+    "guess",
     "linear",
     "merge",
     "prefill_attention",

@@ -6,6 +6,7 @@ parts (99 KiB) where the shape allows. Plain integers: nothing here imports trit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -115,8 +116,19 @@ DELTA_CHUNK = 64
 DELTA_STEP_COLUMNS = 32
 DELTA_CHUNK_COLUMNS = 16
 
-GREEDY_BLOCK = 2048
-"""Logits of one block: a row of 248k gives 122 of them, nearly one for each multiprocessor."""
+GUESS_MOST = 512
+"""Numbers of a row that are looked at for a draw by probability. Their comparisons with each other are 16k a block of 32."""
+
+
+def guess_block(n: int) -> int:
+    """Logits of one block: a row of 248k gives 243 of 1,024, one or two for each multiprocessor."""
+    return max(128, min(1024, power(blocks(n, 256))))
+
+
+def guess_bound(blocks: int) -> int:
+    """What is picked is not below so many of the blocks' largest: of numbers in random order half of what there is room for."""
+    return math.ceil(blocks * (1 - math.exp(-GUESS_MOST / 2 / blocks)))
+
 
 FETCH_WORDS = 8192
 """64-bit words that one block of the fetch holds in flight: 8 blocks × 64 KiB cover the latency of the link."""

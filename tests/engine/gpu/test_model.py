@@ -125,7 +125,7 @@ def test_a_decode_step_tells_the_best_token_of_each_row(device, tmp_path_factory
         slices = tuple(SeqSlice(i, 1, 5, torch.tensor([i], dtype=torch.int32), i, False) for i in range(3))
         batch = ForwardBatch(torch.tensor(tokens(3, 9)), torch.tensor([5, 5, 5]), slices, torch.arange(3))
         got = model.forward(batch, own, own)
-        assert got.best == [int(got.rows[0].argmax()), -1, int(got.rows[2].argmax())]
+        assert got.guesses == [int(got.rows[0].argmax()), -1, int(got.rows[2].argmax())]
 
 
 def test_bf16_stays_within_its_rounding(tmp_path_factory):

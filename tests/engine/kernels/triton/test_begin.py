@@ -27,16 +27,16 @@ def test_tables_are_those_of_the_turn_and_negative_tokens_name_rows_of_the_step_
     other = st.lists(st.lists(numbers, min_size=rows, max_size=rows), min_size=tables - 1, max_size=tables - 1)
     sides = [[data.draw(tokens), *data.draw(other)] for _ in range(2)]
     before = data.draw(st.lists(numbers, min_size=rows, max_size=rows))
-    told, best, count = ints(sides), ints(before), ints([turn])
+    told, guesses, count = ints(sides), ints(before), ints([turn])
     into, found = ints([[-9] * rows] * tables), ints([[-9] * (rows + 1)] * 2)
-    kernels.begin(told, best, count, into, found)
+    kernels.begin(told, guesses, count, into, found)
     now = FIRST if turn == LAST else turn + 1
     assert count.tolist() == [now]
     mine = sides[now & 1]
     assert into.tolist() == [[before[-1 - token] if token < 0 else token for token in mine[0]], *mine[1:]]
     assert found[now & 1].tolist() == [-9] * rows + [now]
     assert found[1 - (now & 1)].tolist() == [-9] * (rows + 1)
-    assert (told.tolist(), best.tolist()) == (sides, before)
+    assert (told.tolist(), guesses.tolist()) == (sides, before)
 
 
 def test_tables_of_another_shape_are_refused():
