@@ -30,16 +30,21 @@ from engine.models.hf_config import HfConfig
 from engine.moe.cost import Rates
 from engine.moe.host_bank import BankLoader, HostBank, Record
 from engine.moe.split import MissSplit
+from engine.sampling import Sampler
+from engine.types import SamplingParams
 from engine.weights.digests import Digests
 from engine.weights.loader import Weights, read_config
 from engine.weights.reader import CheckpointReader
 
 HYBRID, WHOLE = "hybrid", "hybrid, whole experts"
 ASKED = ", each step asked for"
-ARMS = ("fetch", "cpu", HYBRID, WHOLE, "auto", "hybrid, no overlap", "auto" + ASKED)
+DRAWN = ", drawn"
+ARMS = ("fetch", "cpu", HYBRID, WHOLE, "auto", "hybrid, no overlap", "auto" + ASKED, "auto" + DRAWN, "auto" + DRAWN + ASKED)
 """Ways to deal with misses. auto: hybrid with its fall-back. no overlap: fetches and compute in one stream. each step asked
-for: none is begun before the tokens of the one before it were read."""
-RESIDENT_ARMS = ("resident", "resident" + ASKED)
+for: none is begun before the tokens of the one before it were read. drawn: with a temperature (SAMPLING), not greedily."""
+RESIDENT_ARMS = ("resident", "resident" + ASKED, "resident" + DRAWN, "resident" + DRAWN + ASKED)
+SAMPLING = SamplingParams(1, temperature=0.7, top_k=20, top_p=0.95, seed=1)
+"""As many models' generation_config has it."""
 
 
 class KeptBank(HostBank):
@@ -102,8 +107,10 @@ def one_lane(tape: Tape) -> Tape:
 
 @dataclass
 class Arms:
-    """Switches a running engine between ways of dealing with misses. Each way keeps what it has learned."""
+    """Switches a running engine between ways of dealing with misses, and of choosing tokens. Each way keeps what it has
+    learned."""
 
+    engine: Engine
     model: GpuModel
     device: LanedDevice
     rates: Rates
@@ -117,9 +124,10 @@ class Arms:
         assert pool is not None
         if self.ahead is not None:
             self.ahead.on = ASKED not in arm
+        self._draw(DRAWN in arm)
         if pool.resident:
             return
-        arm = arm.removesuffix(ASKED)
+        arm = arm.removesuffix(ASKED).removesuffix(DRAWN)
         mode: Any = arm.split(",")[0]
         if arm not in self._splits:
             inter = 0 if arm == WHOLE else pool.divisible
@@ -127,6 +135,13 @@ class Arms:
         pool.split = self._splits[arm]
         pool._tables.clear()
         self.overlap("no overlap" not in arm)
+
+    def _draw(self, on: bool) -> None:
+        """Let all that run choose their tokens so from now on."""
+        self.model.look_ahead(None)  # what was begun rests on how they were chosen before
+        for seq in self.engine.outcomes.requests.values():
+            params = SAMPLING if on else seq.request.sampling
+            seq.sampler = Sampler(params, seq.request.token_ids, self.model.spec.vocab_size)
 
     def chosen(self, rows: int) -> str:
         """What `auto` has come to for steps of so many rows."""
@@ -248,7 +263,7 @@ class Bench:
             model.warm_up(pools.kv, pools.states)
             if self.device.torch_device.type == "cuda":
                 model.rehearse(pools.kv, pools.states, config.rehearse_tokens)  # as a server does: no turn meets the compiler
-            arms = Arms(model, self.device, self.rates, self.sizes.max_rows, engine.passes.ahead)
+            arms = Arms(engine, model, self.device, self.rates, self.sizes.max_rows, engine.passes.ahead)
             arms.use("auto")  # prefill, too, goes by the measured rates from here on
             gc.collect()
             gc.freeze()  # as a worker does

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.bench import ARMS, HYBRID, RESIDENT_ARMS, WHOLE
+from benchmarks.gpu.bench import ARMS, HYBRID, RESIDENT_ARMS, WHOLE, Running
 from benchmarks.gpu.context import Context, percentiles, rounded, spread_of
 from benchmarks.gpu.ideal import hit_rates, uniform_like, walked
 
@@ -26,7 +26,8 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
     answers = [player.start(prompt, total) for prompt in prompts]
     for answer in answers:
         player.until(answer, 1)
-    seen: dict[str, dict[str, list[float]]] = {arm: {"rate": [], "gap_ms": [], "hits": [], "fetched": []} for arm in arms}
+    names = ("rate", "gap_ms", "hits", "fetched", "wrong")
+    seen: dict[str, dict[str, list[float]]] = {arm: {name: [] for name in names} for arm in arms}
     if not pool.resident:
         running.arms.use("auto")
         player.until(answers[0], len(answers[0].tokens) + plan.learn)
@@ -34,7 +35,7 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
         for arm in arms if index % 2 == 0 else reversed(arms):
             running.arms.use(arm)
             player.until(answers[0], len(answers[0].tokens) + plan.decode_warm)
-            before, first = pool.totals(), len(answers[0].tokens)
+            before, first, guesses = pool.totals(), len(answers[0].tokens), _guesses(running)
             player.until(answers[0], first + plan.decode_tokens)
             after = pool.totals()
             if index == 0:
@@ -42,6 +43,9 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
             gaps = answers[0].gaps_ms(first)
             seen[arm]["gap_ms"] += gaps
             seen[arm]["rate"].append(1000 * batch * len(gaps) / sum(gaps))
+            guessed, wrong = (b - a for a, b in zip(guesses, _guesses(running), strict=True))
+            if guessed:
+                seen[arm]["wrong"].append(wrong / guessed)
             fetches, _, hits, misses = (b - a for a, b in zip(before, after, strict=True))
             if hits + misses:
                 seen[arm]["hits"].append(hits / (hits + misses))
@@ -56,6 +60,8 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
         line |= rounded({"hit_rate": hit, "missed_bytes_per_token": (1 - hit) * per_token})
         if values["fetched"]:
             line["fetched_of_misses"] = rounded(sum(values["fetched"]) / len(values["fetched"]))
+        if values["wrong"]:
+            line["wrong_guesses"] = rounded(sum(values["wrong"]) / len(values["wrong"]))
         figures["arms"][arm] = line
     if {HYBRID, WHOLE} <= set(arms):
         pairs = zip(seen[HYBRID]["rate"], seen[WHOLE]["rate"], strict=True)
@@ -70,6 +76,12 @@ def _rounds(context: Context, batch: int) -> dict[str, Any]:
         trace = uniform_like(context.shape, context.plan.ideal_tokens // 4) if trace is None else trace
         figures |= hit_rates(trace, running.slots)
     return figures
+
+
+def _guesses(running: Running) -> tuple[int, int]:
+    """Drawn tokens that the device has guessed so far, and of these the wrong ones."""
+    stats = running.engine.stats()
+    return stats.guesses, stats.wrong_guesses
 
 
 def _dense_bytes(context: Context) -> int:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.gpu import summary
 from benchmarks.gpu.__main__ import MORE_TO_DO, main
-from benchmarks.gpu.bench import ARMS, ASKED, HYBRID, TINY_SIZES, WHOLE, Bench, Sizes, one_lane
+from benchmarks.gpu.bench import ARMS, ASKED, DRAWN, HYBRID, TINY_SIZES, WHOLE, Bench, Sizes, one_lane
 from benchmarks.gpu.calibration import parts
 from benchmarks.gpu.checkpoint import make
 from benchmarks.gpu.geometry import TINY
@@ -74,6 +74,7 @@ def test_stages_run_and_are_not_run_again(directory, tmp_path, capsys):
         assert figures["walked_right"] is True
         assert set(figures["arms"]) == set(ARMS)
         arms = figures["arms"]
+        assert [arm for arm in arms if "wrong_guesses" in arms[arm]] == ["auto" + DRAWN]
         assert figures["hybrid_of_whole"]["n"] == 1
         assert arms["cpu"].get("fetched_of_misses", 0) == 0
         assert arms["fetch"].get("fetched_of_misses", 1) == 1
@@ -219,18 +220,19 @@ def test_arms_switch_while_a_stream_decodes(directory):
     one = bench(directory)
     with one.engine("programmed", 0.5) as running:
         player, pool = Player(running.engine), running.pool
-        stream = player.start([3], 50)
+        stream = player.start([3], 70)
         player.until(stream, 2)
         moved = {}
-        for arm in ("cpu", "fetch", "hybrid, no overlap", "auto" + ASKED):
+        for arm in ("cpu", "fetch", "hybrid, no overlap", "auto" + ASKED, "auto" + DRAWN, "auto" + DRAWN + ASKED):
             running.arms.use(arm)
             before = pool.totals()
             player.until(stream, len(stream.tokens) + 1)  # the newest step may have been begun already
-            used = running.arms.model.steps.used_ahead
+            used, guesses = running.arms.model.steps.used_ahead, running.engine.stats().guesses
             player.until(stream, len(stream.tokens) + 9)
             moved[arm] = tuple(b - a for a, b in zip(before, pool.totals(), strict=True))
             assert running.arms.device.overlap is ("no overlap" not in arm)
             assert (running.arms.model.steps.used_ahead == used) is (ASKED in arm)
+            assert (running.engine.stats().guesses > guesses) is (arm == "auto" + DRAWN)
         player.stop()
     assert moved["cpu"][0] == 0
     assert moved["fetch"][1] == 0
