@@ -80,13 +80,18 @@ class Sampler:
             self._seen[torch.from_numpy(prompt.astype(np.int64))] = True
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._counts = torch.zeros(vocab_size)
-        self.foreseeable = self._seen is None and self._counts is None and mask is None
-        """What is chosen depends on the logits and on how many tokens there are, not on which: see draw()."""
-        self.plain_greedy = self.foreseeable and params.temperature < _GREEDY_BELOW and params.logprobs is None
+        self.plain_greedy = (
+            params.temperature < _GREEDY_BELOW
+            and params.logprobs is None
+            and self._seen is None
+            and self._counts is None
+            and mask is None
+        )
         """The choice is just the argmax, so rows of several requests can be taken at once."""
 
     def draw(self, index: int) -> Draw | None:
-        """How a foreseeable sampler will choose generated token number index; None: plainly greedily."""
+        """How generated token number index will be chosen, None = plainly greedily. Penalties and masks are left out: they
+        depend on the tokens before it, and where they change little the guess is still right."""
         params = self.params
         if self.plain_greedy:
             return None
