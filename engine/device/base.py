@@ -80,7 +80,7 @@ class VirtualMemory(Protocol):
 
 
 class Device(Protocol):
-    """One device and the two streams that this engine uses on it."""
+    """One device and the two streams that this engine computes on, and what goes on beside them."""
 
     @property
     def name(self) -> str:
@@ -127,6 +127,10 @@ class Device(Protocol):
     def aside(self, call: Callable[[], None]) -> Moment:
         """Enqueue what `call` tells torch so that it begins after all that MAIN was told up to now, one such call after
         another, and MAIN never waits for it. Returns its end. Whoever frees or writes what it reads has to wait for that."""
+        ...
+
+    def soon(self, call: Callable[[], None]) -> Moment:
+        """The same, but not behind what was told aside: for the little that somebody is waiting for."""
         ...
 
     def capture(self, tape: Tape) -> Graph:

@@ -1,4 +1,4 @@
-"""One CUDA device: two streams and one for what goes on beside them, tapes as launches or as a captured graph, host memory
+"""One CUDA device: two streams and two for what goes on beside them, tapes as launches or as a captured graph, host memory
 pinned through the runtime.
 
 torch holds the context; nothing here talks to the driver by itself but for pinning (see vmm.py for virtual memory).
@@ -39,6 +39,7 @@ class CudaDevice:
         self._main = torch.cuda.Stream(self.torch_device)
         self._side = torch.cuda.Stream(self.torch_device)
         self._aside = torch.cuda.Stream(self.torch_device)
+        self._soon = torch.cuda.Stream(self.torch_device)
         # Everything that torch does by itself (copies, sampling) follows on the same stream.
         torch.cuda.set_stream(self._main)
 
@@ -103,14 +104,20 @@ class CudaDevice:
         return CudaMoment(event)
 
     def aside(self, call: Callable[[], None]) -> CudaMoment:
-        self._aside.wait_stream(self._main)
-        torch.cuda.set_stream(self._aside)
+        return self._behind_main(self._aside, call)
+
+    def soon(self, call: Callable[[], None]) -> CudaMoment:
+        return self._behind_main(self._soon, call)
+
+    def _behind_main(self, stream: torch.cuda.Stream, call: Callable[[], None]) -> CudaMoment:
+        stream.wait_stream(self._main)
+        torch.cuda.set_stream(stream)
         try:
             call()
         finally:
             # Of half a call, too: what it has enqueued still reads.
             event = torch.cuda.Event()
-            event.record(self._aside)
+            event.record(stream)
             torch.cuda.set_stream(self._main)
         return CudaMoment(event)
 

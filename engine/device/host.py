@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -35,7 +36,8 @@ class HostDevice:
         self._side: deque[tuple[Entry, int]] = deque()
         self._done: set[int] = set()
         self._marks = 0
-        self._aside: deque[tuple[Callable[[], None], HostMoment]] = deque()
+        self._aside: Line = deque()
+        self._soon: Line = deque()
         self._virtual: HostVirtualMemory | None = None
         self.replays = 0
         self.others_bytes = 0
@@ -113,18 +115,27 @@ class HostDevice:
         return HostMoment()
 
     def aside(self, call: Callable[[], None]) -> HostMoment:
-        moment = HostMoment(self._advance_aside)
-        self._aside.append((call, moment))
+        return self._tell(self._aside, call, self._advance_aside)
+
+    def soon(self, call: Callable[[], None]) -> HostMoment:
+        return self._tell(self._soon, call, partial(self._advance, self._soon))
+
+    def _tell(self, line: Line, call: Callable[[], None], advance: Callable[[HostMoment | None], None]) -> HostMoment:
+        moment = HostMoment(advance)
+        line.append((call, moment))
         if self._random is None:
             moment.wait()
         return moment
 
     def _advance_aside(self, to: HostMoment | None) -> None:
+        self._advance(self._aside, to)
+
+    def _advance(self, line: Line, to: HostMoment | None) -> None:
         """Go on to the end of one call, or, None, as far as it happens to be."""
-        assert to is None or any(moment is to for _, moment in self._aside)
-        count = 0 if self._random is None else self._random.choice((0, 0, 1, len(self._aside)))
-        while self._aside and (to is not None or count > 0):
-            call, moment = self._aside.popleft()
+        assert to is None or any(moment is to for _, moment in line)
+        count = 0 if self._random is None else self._random.choice((0, 0, 1, len(line)))
+        while line and (to is not None or count > 0):
+            call, moment = line.popleft()
             call()
             moment.done = True
             count -= 1
@@ -139,8 +150,9 @@ class HostDevice:
         while self._advance_side(len(self._side)):
             pass
         assert not self._side, "the side lane waits for a mark that is never set"
-        if self._aside:
-            self._aside[-1][1].wait()
+        for line in (self._aside, self._soon):
+            if line:
+                line[-1][1].wait()
         self._done.clear()
 
 
@@ -168,3 +180,7 @@ class HostMoment:
         if not self.done and self._advance is not None:
             self._advance(None)
         return self.done
+
+
+Line = deque[tuple[Callable[[], None], HostMoment]]
+"""Calls that were told and are not over, the oldest first."""

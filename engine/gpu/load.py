@@ -102,7 +102,7 @@ def place(decoder: Decoder, bank: HostBank | None, config: EngineConfig, device:
         tokens = config.pass_tokens
     chunk = min(CHUNK_ROWS, tokens)
     workspace = tokens * pass_token_bytes(spec) + (chunk + config.max_rows) * chunk_row_bytes(decoder)
-    workspace += config.max_rows * spec.vocab_size * 4 + 2 * max_context * decoder.rope.rotated * 2
+    workspace += 2 * config.max_rows * spec.vocab_size * 4 + 2 * max_context * decoder.rope.rotated * 2
     if allowed < dense + workspace:
         raise OutOfDeviceMemory("weights that every token reads, and workspaces", dense + workspace, allowed)
     experts = 0 if bank is None else bank.rows

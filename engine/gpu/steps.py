@@ -81,6 +81,7 @@ class DecodeSteps:
 
     def capture(self) -> None:
         """Every graph that may be needed by the present rates."""
+        self._held(self._sizes[-1])
         for size in self._sizes:
             for reads in (Reads.NOTHING,) if self._experts is None else self._experts.reads:
                 self.graph(size, reads)
@@ -137,12 +138,20 @@ class DecodeSteps:
             self._ahead = step, self._launch(expected.token_ids, expected.seqs, False)
 
     def _keep(self, logits: torch.Tensor) -> tuple[torch.Tensor, Moment]:
-        """Copy them to the host, behind their step and before the next one."""
+        """Copy them to the host beside the next step, which does not wait for the link: they are put away first."""
         if len(self._room) < len(logits):
             self._room = self._device.pinned(len(logits), logits.shape[1], dtype=torch.float32)
-        kept = self._room[: len(logits)]
-        kept.copy_(logits, non_blocking=True)
-        return kept, self._device.moment()
+        kept, held = self._room[: len(logits)], self._held(len(logits))
+        held.copy_(logits)
+
+        def copy() -> None:
+            kept.copy_(held, non_blocking=True)
+
+        return kept, self._device.soon(copy)
+
+    def _held(self, rows: int) -> torch.Tensor:
+        """On the device. Whoever waits for a step waits for what is kept of it, so one place is enough."""
+        return self._buffers.get("held", rows, self._decoder.spec.vocab_size, torch.float32)
 
     def _reads(self, rows: int, streaming: bool) -> Reads:
         """Of the next step, whose table is set by it."""

@@ -31,6 +31,19 @@ def test_calls_end_in_the_order_in_which_they_were_told_and_all_of_them_do(seed,
     assert all(moment.reached() for moment in moments)
 
 
+@given(seed=st.integers(0, 50))
+def test_what_is_wanted_soon_waits_for_nothing_that_was_told_aside(seed):
+    device, ended = HostDevice(seed), []
+    moments = [device.aside(lambda: ended.append("aside"))]
+    moments += [device.soon(lambda number=number: ended.append(number)) for number in range(3)]
+    moments[2].wait()
+    assert [one for one in ended if one != "aside"][:2] == [0, 1]
+    assert "aside" not in ended
+    device.synchronize()
+    assert sorted(map(str, ended)) == ["0", "1", "2", "aside"]
+    assert all(moment.reached() for moment in moments)
+
+
 def test_some_seed_leaves_a_call_for_later_and_some_does_not():
     def is_late(seed: int) -> bool:
         return not HostDevice(seed).aside(lambda: None).reached()
