@@ -125,7 +125,7 @@ def nucleus(logits: torch.Tensor, temperature: float, top_p: float) -> int:
 @SETS
 def test_nearly_every_draw_is_guessed_also_from_flat_rows_and_where_what_is_frequent_lies_together(kernels) -> None:
     """Logits as a trained model has them: few ids far above the others, and those that are frequent side by side."""
-    n, rows = 6000, 4
+    n, rows = 4100, 3
     rank = torch.arange(n, dtype=torch.float32)
     logits = (randn(rows, n, seed=3).cpu() - 0.001 * rank).to(DEVICE)
     logits[:, :40] += 6.0
@@ -141,13 +141,13 @@ def test_nearly_every_draw_is_guessed_also_from_flat_rows_and_where_what_is_freq
 
 
 def test_a_nucleus_that_is_wider_than_what_is_picked_is_guessed_by_its_best_part() -> None:
-    logits = randn(6, 5000, seed=8) * 1.2
+    logits = randn(4, 4000, seed=8) * 1.2
     params = SamplingParams(9, top_p=0.9, seed=4)
     assert nucleus(logits[0], 1.0, 0.9) > 2 * config.GUESS_MOST
-    got = guessed(ops, logits, [(1.0, 0, 0.9, 0.0, uniform(4, index) / 6) for index in range(6)])
-    sampler = Sampler(params, np.arange(1), 5000)
-    want = [sampler._draw(logits[index].cpu(), uniform(4, index) / 6) for index in range(6)]
-    assert sum(a == b for a, b in zip(got, want, strict=True)) >= 5
+    got = guessed(ops, logits, [(1.0, 0, 0.9, 0.0, uniform(4, index) / 6) for index in range(4)])
+    sampler = Sampler(params, np.arange(1), 4000)
+    want = [sampler._draw(logits[index].cpu(), uniform(4, index) / 6) for index in range(4)]
+    assert sum(a == b for a, b in zip(got, want, strict=True)) >= 3
 
 
 def test_a_result_of_another_length_is_refused() -> None:
