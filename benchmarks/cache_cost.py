@@ -6,11 +6,13 @@ Processor time, so that other work on the machine matters little. Matches: conte
 among that many checkpoints of 100 sessions with one system prompt.
 
 Saving, to memory, disk and index: two servers with the demo model play the same short turn in each round, a few steps of one
-and a few of the other by turns, so that whatever else the machine does meets both alike. One saves and one does not. Two shares
-of the time in which the latter decodes, each as the median over rounds with a 95% interval (bootstrap). The difference of all
-that the two turns took, with what was put off: prefill, cuts and what caches lost included. And what is counted as saving
-by the clocks of the calls and threads that save, less what the clocks take, which the other server's calls that do nothing
-tell: it leaves out what a pass does to keep a state, and is steadier on a busy machine.
+and a few of the other by turns, so that whatever else the machine does meets both alike. One saves and one does not; halfway
+they change places, since two engines of one process are not equally fast, and a round counts as the mean of itself and the
+same one with places changed. Two shares of the time in which the one that does not save decodes, each as the median over such
+rounds with a 95% interval (bootstrap). The difference of all that the two turns took, with what was put off: prefill, cuts and
+what caches lost included. And what is counted as saving by the clocks of the calls and threads that save, less what the clocks
+take, which the other server's calls that do nothing tell: it leaves out what a pass does to keep a state, and is steadier on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -103,23 +105,31 @@ class Lane:
     """One of two servers that play the same turns: with states saved, in the engine's pools, memory, on disk and in its index,
     or with nothing saved at all."""
 
-    def __init__(self, state_dir: Path | None) -> None:
+    def __init__(self, state_dir: Path, *, saves: bool) -> None:
         self.server = Server(DEMO_MODEL, DEMO_MODEL, state_dir=state_dir, index=True)
-        self.saves = state_dir is not None
+        self.saves = saves
         self._written = threading.Event()
         self.server.states.on_written(self._written.set)
         bridge = self.server.bridge
         self.inside: list[float] = []
         """Processor seconds of each call that saves. Where nothing is saved, what the clocks themselves take."""
-        if not self.saves:
-            bridge.plan_cuts = lambda turn, after: ()
-            bridge.generated = lambda turn, token: None
-            bridge.save = lambda turn, cut: bridge.release(cut.hold)
         self.server.engine.set_reclaim(self._timed(bridge._reclaim))  # pyright: ignore[reportPrivateUsage]
-        for name in ("plan_cuts", "generated", "save", "close"):
-            setattr(bridge, name, self._timed(getattr(bridge, name)))
+        instead: dict[str, Callable[..., Any]] = {
+            "plan_cuts": lambda turn, after: (),
+            "generated": lambda turn, token: None,
+            "save": lambda turn, cut: bridge.release(cut.hold),
+            "close": bridge.close,
+        }
+        for name, nothing in instead.items():
+            setattr(bridge, name, self._timed(getattr(bridge, name), nothing))
         self._steps: Iterator[None] = iter(())
         self.spent = self.decoded = 0.0
+
+    def save_no_more(self) -> None:
+        """Nor hold anything in the engine's pools."""
+        self.saves = False
+        while self.server.states.cache.make_device_room(1):
+            pass
 
     def begin(self, ask: Message, say: Message, instructions: str) -> None:
         self._steps = self.server.steps([ask], [say], instructions=instructions)
@@ -148,20 +158,20 @@ class Lane:
         self.server.bridge.drain(60.0, everything=False)
         self.inside.append(time.thread_time() - began)
         self.spent += self.inside[-1]
-        written = states.writer is None
+        written = not self.saves
         while not written:
             self._written.clear()
             states.want(())  # it says so again when nothing is left
             assert self._written.wait(60.0)
             written = not states.cache.stats().waiting
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """None of them calls another."""
+    def _timed(self, method: Callable[..., Any], nothing: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """None of them calls another. nothing: called where nothing is saved."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             began = time.thread_time()
             try:
-                return method(*arguments, **named)
+                return (method if self.saves or nothing is None else nothing)(*arguments, **named)
             finally:
                 self.inside.append(time.thread_time() - began)
 
@@ -176,38 +186,49 @@ def message_pair(number: int) -> tuple[Message, Message]:
 
 def saving(rounds: int) -> dict[str, Any]:
     """Of the demo model, one thread: shares of the processor time that decoding takes where nothing is saved."""
-    paired: list[float] = []
-    counted: list[float] = []
+    each = max(1, rounds // 2)
     with tempfile.TemporaryDirectory() as folder:
-        saves, plain = lanes = Lane(Path(folder)), Lane(None)
-        elsewhere = 0.0
-        for number in range(-WARM_UP, rounds):
-            gc.collect()
-            gc.disable()
-            for lane in lanes:
-                lane.begin(*message_pair(number), f"{number:06d}")
-            going, order = [True, True], number % 2
-            while any(going):
-                for which in (order, 1 - order):
-                    going[which] = going[which] and lanes[which].go()
-                order = 1 - order
-            for lane in lanes:
-                lane.finish()
-            # The engines compute in this thread, so whatever others used was used for writing.
-            elsewhere, before = time.process_time() - time.thread_time(), elsewhere
-            others = elsewhere - before
-            gc.enable()
-            if number >= 0:  # others' from round to round, since rows of the index are written when several have come together
-                paired.append((saves.spent + others - plain.spent) / plain.decoded)
-                counted.append((sum(saves.inside) + others - sum(plain.inside)) / plain.decoded)
-        checkpoints = saves.server.states.cache.stats().checkpoints / (rounds + WARM_UP)
-        for lane in lanes:
+        one, other = Lane(Path(folder, "one"), saves=True), Lane(Path(folder, "other"), saves=False)
+        shares = [rounds_of(one, other, each, 0)]
+        checkpoints = one.server.states.cache.stats().checkpoints / (each + WARM_UP)
+        one.save_no_more()
+        other.saves = True
+        shares.append(rounds_of(other, one, each, 500_000))
+        for lane in (one, other):
             lane.server.close()
+    paired, counted = np.mean(shares, axis=0).T.tolist()
     return {
         "share_of_decode": spread(paired) | {"interval": interval(paired)},
         "counted_of_decode": spread(counted) | {"interval": interval(counted)},
         "checkpoints_a_turn": round(checkpoints, 1),
     }
+
+
+def rounds_of(saves: Lane, plain: Lane, count: int, first: int) -> list[tuple[float, float]]:
+    """(difference of the two, counted) of each of `count` rounds, as shares."""
+    lanes, shares = (saves, plain), list[tuple[float, float]]()
+    elsewhere = time.process_time() - time.thread_time()
+    for number in range(first - WARM_UP, first + count):
+        gc.collect()
+        gc.disable()
+        for lane in lanes:
+            lane.begin(*message_pair(number), f"{number:06d}")
+        going, order = [True, True], number % 2
+        while any(going):
+            for which in (order, 1 - order):
+                going[which] = going[which] and lanes[which].go()
+            order = 1 - order
+        for lane in lanes:
+            lane.finish()
+        # The engines compute in this thread, so whatever others used was used for writing.
+        elsewhere, before = time.process_time() - time.thread_time(), elsewhere
+        others = elsewhere - before
+        gc.enable()
+        if number >= first:  # others' from round to round, since rows of the index are written when several have come together
+            difference = saves.spent + others - plain.spent
+            counted = sum(saves.inside) + others - sum(plain.inside)
+            shares.append((difference / plain.decoded, counted / plain.decoded))
+    return shares
 
 
 def interval(values: Sequence[float], draws: int = 4_000) -> tuple[float, float]:

@@ -16,7 +16,7 @@ def played(lane: Lane, number: int) -> None:
 
 
 def test_one_server_saves_all_that_it_should_and_the_other_nothing(tmp_path: Path):
-    saves, plain = Lane(tmp_path), Lane(None)
+    saves, plain = Lane(tmp_path / "a", saves=True), Lane(tmp_path / "b", saves=False)
     for lane in (saves, plain):
         for number in range(2):
             played(lane, number)
@@ -31,6 +31,13 @@ def test_one_server_saves_all_that_it_should_and_the_other_nothing(tmp_path: Pat
     assert not ledger.trouble
     assert plain.server.states.cache.stats().checkpoints == 0
     assert plain.server.engine.held_bytes == 0
+    saves.save_no_more()
+    plain.saves = True
+    for lane in (saves, plain):
+        played(lane, 2)
+    assert plain.server.states.cache.stats().checkpoints == 6
+    assert saves.server.states.cache.stats().checkpoints <= 12
+    assert saves.server.engine.held_bytes == 0
     for lane in (saves, plain):
         lane.server.close()
 
