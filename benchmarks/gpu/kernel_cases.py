@@ -94,8 +94,10 @@ def cases(geometry: Geometry, device: str, dtype: torch.dtype) -> Iterator[Case]
         yield from _admission(geometry, make, tokens)
         yield from _experts(geometry, make, tokens)
         yield from _handoff(geometry, make, tokens)
-    yield from _prefill_attention(geometry, make)
-    yield from _recurrent(geometry, make, [geometry.prefill])
+    suffixes = sorted({min(tokens, geometry.prefill) for tokens in (64, 256, 1024, geometry.prefill)})
+    for tokens in suffixes:
+        yield from _prefill_attention(geometry, make, tokens)
+        yield from _recurrent(geometry, make, [tokens])
     yield from _union(geometry, make)
     for tokens in sorted({min(64, geometry.prefill), geometry.prefill}):
         yield from _grouped(geometry, make, tokens)
@@ -167,19 +169,18 @@ def _decode_attention(g: Geometry, make: Maker, batch: int) -> Iterator[Case]:
     yield Case(f"decode_attention t{batch}", run, size(*pools, q, gate, out), 4 * q.numel() * g.context)
 
 
-def _prefill_attention(g: Geometry, make: Maker) -> Iterator[Case]:
-    for name, tokens in (("short", min(64, g.prefill)), ("long", g.prefill)):
-        pools, pages = _pages(g, make, 1, g.context + tokens)
-        q, gate = make.values(tokens, g.heads, g.head_dim), make.values(tokens, g.heads, g.head_dim)
-        out = make.empty(tokens, g.heads * g.head_dim)
-        where = (pages, make.ints([0, tokens]), make.ints([g.context]), tokens)
-        run = partial(ops.prefill_attention, q, *pools, *where, 0.06, gate, out)
-        yield Case(f"prefill_attention {name}", run, size(*pools, q, gate, out), 4 * q.numel() * (g.context + tokens // 2))
+def _prefill_attention(g: Geometry, make: Maker, tokens: int) -> Iterator[Case]:
+    pools, pages = _pages(g, make, 1, g.context + tokens)
+    q, gate = make.values(tokens, g.heads, g.head_dim), make.values(tokens, g.heads, g.head_dim)
+    out = make.empty(tokens, g.heads * g.head_dim)
+    where = (pages, make.ints([0, tokens]), make.ints([g.context]), tokens)
+    run = partial(ops.prefill_attention, q, *pools, *where, 0.06, gate, out)
+    yield Case(f"prefill_attention {tokens}", run, size(*pools, q, gate, out), 4 * q.numel() * (g.context + tokens // 2))
 
 
 def _recurrent(g: Geometry, make: Maker, lengths: list[int]) -> Iterator[Case]:
     tokens, seqs, longest, kernel = sum(lengths), len(lengths), max(lengths), 4
-    name = f"t{tokens}" if longest == 1 else "long"
+    name = f"t{tokens}" if longest == 1 else str(tokens)
     starts, contexts = make.ints([sum(lengths[:s]) for s in range(seqs + 1)]), make.ints([g.context] * seqs)
     rows = make.ints(list(range(seqs)))
     x, weight, out = make.values(tokens, g.conv_dim), make.values(g.conv_dim, kernel), make.empty(tokens, g.conv_dim)

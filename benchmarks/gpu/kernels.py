@@ -1,9 +1,10 @@
 """Every GPU kernel at a model's geometry: time on the device beside the floor that its bytes and its arithmetic set.
 
-    python -m benchmarks.gpu.kernels [NAME …] [--milliseconds 20] [--peak-gb-per-s N] [--peak-tflops N] [--record]
+    python -m benchmarks.gpu.kernels [NAME …] [--variants] [--milliseconds 20] [--peak-gb-per-s N] [--peak-tflops N] [--record]
 
 NAME picks cases by a part of their name. Each case exists eight times with tensors of its own, so that weights come from memory
 and not from the L2 cache; calls of all eight are captured as one graph, and the figure is the median replay over its calls.
+--variants also tries other block sizes (kernel_variants.py).
 Peaks default to what a plain copy and a plain bf16 product reach in the same run. Without a GPU it runs tiny shapes under the
 interpreter of Triton, once each.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from benchmarks.common import report
 from benchmarks.gpu.kernel_cases import QWEN36, TINY, Case, cases
+from benchmarks.gpu.kernel_variants import Variant, applied, with_variants
 
 _REPLAYS = 9
 _COPIES = 8
@@ -99,6 +101,7 @@ def table(rows: Sequence[dict[str, float | str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--variants", action="store_true", help="try other block sizes too")
     parser.add_argument("--milliseconds", type=float, default=20.0, help="length of one replay")
     parser.add_argument("--peak-gb-per-s", type=float)
     parser.add_argument("--peak-tflops", type=float)
@@ -108,10 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def wanted(case: Case) -> bool:
         return not given.names or any(name in case.name for name in given.names)
 
+    def ways(copies: Sequence[Case]) -> Iterable[tuple[Variant | None, list[Case]]]:
+        return with_variants(copies) if given.variants else [(None, list(copies))]
+
     if not torch.cuda.is_available():
         for case in filter(wanted, cases(TINY, "cpu", torch.bfloat16)):
-            case.run()
-            print(f"{case.name}: ran")
+            for variant, (tried,) in ways([case]):
+                with applied(variant):
+                    tried.run()
+                print(f"{tried.name}: ran")
         return
     gb_per_s, tflops = given.peak_gb_per_s, given.peak_tflops
     if gb_per_s is None or tflops is None:
@@ -119,10 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gb_per_s, tflops = gb_per_s or copied, tflops or multiplied
     rows: list[dict[str, float | str]] = []
     for same in zip(*(cases(QWEN36, "cuda", torch.bfloat16) for _ in range(_COPIES)), strict=True):
-        if wanted(same[0]):
-            rows.append(measure(same, given.milliseconds, gb_per_s, tflops))
-            if "illegal" in str(rows[-1].get("failed")):
-                break  # the context is gone, and nothing else can run
+        if not wanted(same[0]):
+            continue
+        for variant, copies in ways(same):
+            with applied(variant):
+                rows.append(measure(copies, given.milliseconds, gb_per_s, tflops))
+        if any("illegal" in str(row.get("failed")) for row in rows):
+            break  # the context is gone, and nothing else can run
     print(table(rows))
     workload = {"gb_per_s": round(gb_per_s, 1), "tflops": round(tflops, 1), "dtype": "bf16"}
     workload |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

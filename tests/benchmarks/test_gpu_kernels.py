@@ -8,8 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton")
+from benchmarks.gpu import kernel_variants
 from benchmarks.gpu.kernel_cases import TINY, Case, cases
 from benchmarks.gpu.kernels import floor_us, main, table
+from engine.kernels.triton import config
 
 
 @pytest.mark.slow
@@ -26,6 +28,21 @@ def test_every_case_runs_at_tiny_shapes(capsys: pytest.CaptureFixture[str]) -> N
 def test_names_pick_cases(capsys: pytest.CaptureFixture[str]) -> None:
     main(["route t", "gather t1"])
     assert capsys.readouterr().out.split("\n")[:-1] == ["route t1: ran", "gather t1: ran", "route t4: ran"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the benchmark itself is the test")
+def test_variants_run_beside_what_was_chosen_and_leave_it_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [variant for variant in kernel_variants.VARIANTS if variant.label in ("prepare w8", "scan 16 w4 s3")]
+    monkeypatch.setattr(kernel_variants, "VARIANTS", wanted)
+    chosen, seen = config.delta_scan, []
+    monkeypatch.setattr(config, "delta_scan", lambda *shape: seen.append(chosen(*shape)) or seen[-1])
+    before = config.delta_scan
+    main(["delta 40", "--variants"])
+    assert capsys.readouterr().out.splitlines() == [f"delta 40{way}: ran" for way in ("", " [scan 16 w4 s3]", " [prepare w8]")]
+    assert len(seen) == 2, "one of the three has a scan of its own"
+    assert config.delta_scan is before
 
 
 def test_the_floor_is_the_slower_of_bytes_and_arithmetic() -> None:

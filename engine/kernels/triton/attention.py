@@ -16,9 +16,53 @@ import triton.language as tl
 
 from engine.errors import ShapeMismatch
 from engine.kernels.triton import config
-from engine.kernels.triton.base import dot, launch, precision, workspace
+from engine.kernels.triton.base import dot, launch, precision, shared_bytes, workspace
 
 _LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _tile(
+    queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Largest score, sum of weights and weighted values after one more tile of keys. WHOLE: every row sees all of it."""
+    d, n = tl.arange(0, DP), tl.arange(0, KEYS)
+    position = at + n
+    if PAGE % KEYS == 0:
+        # The tile lies in one page: a scalar look-up keeps the keys' copies one load behind, not two.
+        page = tl.load(table + at // PAGE).to(tl.int64) + tl.zeros((KEYS,), tl.int64)
+        offset = at % PAGE + n
+    elif WHOLE:
+        page = tl.load(table + position // PAGE).to(tl.int64)
+        offset = position % PAGE
+    else:
+        page = tl.load(table + position // PAGE, mask=position < high, other=0).to(tl.int64)
+        offset = position % PAGE
+    inner = (offset * KV_HEADS + kv_head) * D
+    keys, values = (
+        k_pool + (page * k_page + inner)[None, :] + d[:, None],
+        v_pool + (page * v_page + inner)[:, None] + d[None, :],
+    )
+    if WHOLE and D == DP:
+        k = tl.load(keys)
+    else:
+        k = tl.load(keys, mask=(position < high)[None, :] & (d < D)[:, None], other=0.0)
+    score = dot(queries, k, tl.zeros((ROWS, KEYS), tl.float32), PRECISION)
+    if not WHOLE:
+        score = tl.where((position < high)[None, :] & (position[None, :] <= limit[:, None]), score, float("-inf"))
+    now = tl.maximum(best, tl.max(score, 1) * scale)
+    # A row that has seen no key yet keeps −inf; subtracting it from itself would be NaN.
+    base = now if WHOLE else tl.where(now == float("-inf"), 0.0, now)
+    p = tl.exp2(score * scale - base[:, None])
+    fade = tl.exp2(best - base)
+    if WHOLE and D == DP:
+        v = tl.load(values)
+    else:
+        v = tl.load(values, mask=(position < high)[:, None] & (d < D)[None, :], other=0.0)
+    weight = weight * fade + tl.sum(p, 1)
+    return now, weight, dot(p.to(v.dtype), v, mixed * fade[:, None], PRECISION)
 
 
 @triton.jit(do_not_specialize=["blocks", "max_pages"])
@@ -36,6 +80,8 @@ def _attend(
     if DECODE:
         start, length = seq, tl.where(context >= 0, 1, 0)
     else:
+        # Those that see most keys begin first, so that no long one is left over at the end.
+        block = blocks - 1 - block
         start = tl.load(starts + seq)
         length = tl.load(starts + seq + 1) - start
     first = block * TOKENS
@@ -44,7 +90,6 @@ def _attend(
     live = (token < length) & (member < GROUP)
     row, head = (start + token).to(tl.int64), kv_head * GROUP + member
     d = tl.arange(0, DP)
-    n = tl.arange(0, KEYS)
     # Keys that any query of this block sees, divided evenly over the parts in whole tiles.
     total = tl.where(first < length, context + tl.minimum(first + TOKENS, length), 0)
     share = tl.cdiv(tl.cdiv(total, KEYS), SPLITS) * KEYS
@@ -54,9 +99,11 @@ def _attend(
     written = (token < (tl.maximum(length, 1) if DECODE else length)) & (member < GROUP)
     inside = written[:, None] & (d < D)[None, :]
     part = (row * (KV_HEADS * GROUP) + head) * SPLITS + split
-    to = out + (row * o_row + head * D)[:, None] + d[None, :]
     if high <= low:
+        if SPLITS == 1 and not DECODE:
+            return  # no row is left here
         if SPLITS == 1:
+            to = out + (row * o_row + head * D)[:, None] + d[None, :]
             tl.store(to, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=inside)
         else:
             tl.store(limits + part * 2, tl.full((ROWS,), float("-inf"), tl.float32), mask=written)
@@ -66,36 +113,28 @@ def _attend(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DP), tl.float32)
-    for at in range(low, high, KEYS):
-        position = at + n
-        there = position < high
-        table = pages + seq.to(tl.int64) * max_pages
-        if PAGE % KEYS == 0:
-            # The tile lies in one page: a scalar look-up keeps the keys' copies one load behind, not two.
-            page = tl.load(table + at // PAGE).to(tl.int64) + tl.zeros((KEYS,), tl.int64)
-            offset = at % PAGE + n
-        else:
-            page = tl.load(table + position // PAGE, mask=there, other=0).to(tl.int64)
-            offset = position % PAGE
-        inner = (offset * KV_HEADS + kv_head) * D
-        k = tl.load(k_pool + (page * k_page + inner)[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
-        score = dot(queries, k, tl.zeros((ROWS, KEYS), tl.float32), PRECISION) * scale
-        seen = there[None, :] & (position[None, :] <= (context + token)[:, None])
-        score = tl.where(seen, score, float("-inf"))
-        now = tl.maximum(best, tl.max(score, 1))
-        # A row that has seen no key yet keeps −inf; subtracting it from itself would be NaN.
-        base = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp2(score - base[:, None])
-        fade = tl.exp2(best - base)
-        v = tl.load(v_pool + (page * v_page + inner)[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        weight = weight * fade + tl.sum(p, 1)
-        mixed = dot(p.to(v.dtype), v, mixed * fade[:, None], PRECISION)
-        best = now
+    table = pages + seq.to(tl.int64) * max_pages
+    limit = context + token
+    plain = low
+    if not DECODE:
+        # Tiles that even the first query sees whole, so that nothing in them has to be compared.
+        plain = tl.maximum(low, low + (tl.minimum(high, context + first + 1) - low) // KEYS * KEYS)
+        for at in range(low, plain, KEYS):
+            best, weight, mixed = _tile(
+                queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+                KV_HEADS, D, DP, PAGE, ROWS, KEYS, True, PRECISION,
+            )  # fmt: skip
+    for at in range(plain, high, KEYS):
+        best, weight, mixed = _tile(
+            queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+            KV_HEADS, D, DP, PAGE, ROWS, KEYS, False, PRECISION,
+        )  # fmt: skip
     if SPLITS == 1:
         y = mixed / tl.where(weight > 0, weight, 1.0)[:, None]
         if GATED:
             z = tl.load(gate + (row * g_row + head * g_head)[:, None] + d[None, :], mask=inside, other=0.0)
             y = y.to(out.dtype.element_ty).to(tl.float32) * tl.sigmoid(z.to(tl.float32))
+        to = out + (row * o_row + head * D)[:, None] + d[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(limits + part * 2, best, mask=written)
@@ -171,7 +210,7 @@ def prefill_attention(
     history are divided over the keys too, with scratch of its own.
     """
     seqs, (tokens, heads, d) = len(contexts), q.shape
-    tile = config.attention(d, heads // k_pool.shape[2], longest, q.element_size())
+    tile = config.attention(d, heads // k_pool.shape[2], longest, q.element_size(), shared_bytes())
     blocks = config.blocks(longest * config.power(heads // k_pool.shape[2]), tile.rows)
     splits = config.prefill_splits(blocks * seqs * k_pool.shape[2])
     scratch = None
@@ -202,7 +241,7 @@ def _launch(
         raise ShapeMismatch(f"attention of q {list(q.shape)} over pools {list(k_pool.shape)} into {list(out.shape)}")
     if pages.shape[0] != seqs or contexts.shape[0] != seqs or (gate is not None and gate.shape != q.shape):
         raise ShapeMismatch(f"attention of {seqs} sequences with {list(pages.shape)} pages and {list(contexts.shape)} contexts")
-    tile = config.attention(d, group, longest, q.element_size())
+    tile = config.attention(d, group, longest, q.element_size(), shared_bytes())
     group_power = config.power(group)
     blocks = config.blocks(longest * group_power, tile.rows)
     given = q if gate is None else gate

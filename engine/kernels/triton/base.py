@@ -9,7 +9,7 @@ from __future__ import annotations
 # Kernel bodies are Triton's language, which only looks like Python to a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
+
+from engine.kernels.triton import config
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether kernels run under Triton's interpreter, on CPU tensors."""
@@ -121,3 +123,9 @@ def workspace(purpose: str, numel: int, dtype: torch.dtype, like: torch.Tensor) 
             _outgrown.append(held)
         held = _workspaces[key] = torch.empty(max(1, numel), dtype=dtype, device=like.device)
     return held
+
+
+@cache
+def shared_bytes() -> int:
+    """Shared memory that one block may have on this process's device."""
+    return 99 * 1024 if INTERPRETED else config.shared_bytes(int(driver.active.get_current_target().arch))

@@ -31,6 +31,15 @@ class Tile:
     stages: int = 1
 
 
+def shared_bytes(capability: int) -> int:
+    """What one block may have by a device's compute capability; newer ones have at least what their class had before."""
+    known = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+    return known.get(capability, 99) * 1024
+
+
+LARGE_SHARED = 200 * 1024
+"""Blocks that may have this much belong to parts whose products read both operands from it (sm_90 and on)."""
+
 GEMV_ROWS = 1
 """Activations with this many rows take the matrix-vector kernels: no tensor cores, every load in flight at once."""
 
@@ -58,15 +67,18 @@ def row_warps(n: int) -> int:
     return 1 if n <= 256 else 4 if n <= 2048 else 8
 
 
-def attention(head_dim: int, group: int, longest: int, itemsize: int) -> Tile:
+def attention(head_dim: int, group: int, longest: int, itemsize: int, shared: int) -> Tile:
     """rows: queries × heads of a group in one block; columns: keys at a time. depth is unused (the whole head).
 
-    Pages are looked up one stage before keys are read, so 5 stages hold two tiles of keys and values at a time, 3 hold one.
+    Pages are looked up one stage before keys are read, so 5 stages hold two tiles of keys and values at a time, 3 hold one;
+    where a product's operands are read from shared memory as it runs (128 rows, in two groups of four warps), one more.
     """
     wide = head_dim * itemsize
-    rows = max(16, min(64, power(group) * power(longest)))
+    rows = max(16, min(128 if shared >= LARGE_SHARED else 64, power(group) * power(longest)))
     if itemsize > 2 or wide > 512:
-        return Tile(rows, 16, head_dim, warps=4, stages=1)
+        return Tile(min(rows, 64), 16, head_dim, warps=4, stages=1)
+    if rows > 64:
+        return Tile(rows, 64, head_dim, warps=8, stages=3)
     return Tile(
         rows, 64 if wide <= 256 else 32, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=3 if rows > 16 else 5
     )
@@ -78,8 +90,8 @@ def decode_splits(batch: int) -> int:
 
 
 def prefill_splits(blocks: int) -> int:
-    """Likewise in prefill, where `blocks` query blocks × key heads run anyway."""
-    return max(1, min(16, 256 // power(blocks)))
+    """Likewise in prefill, where `blocks` query blocks × key heads run anyway, one on each multiprocessor at a time."""
+    return max(1, min(32, 128 // power(blocks)))
 
 
 def experts_gemv(inter: int, hidden: int) -> tuple[Tile, Tile]:
@@ -114,7 +126,19 @@ CONV_TOKENS = 16
 
 DELTA_CHUNK = 64
 DELTA_STEP_COLUMNS = 32
-DELTA_CHUNK_COLUMNS = 16
+DELTA_PREPARE_WARPS = 4
+
+
+def delta_scan(d_v: int, itemsize: int, shared: int) -> Tile:
+    """columns of one head's state that a block walks the chunks with. One warp for each 16 of them: no product is divided
+    over warps in any other way, so that what one leaves in registers the next finds there."""
+    if itemsize > 2:
+        return Tile(0, 16, 0, warps=4, stages=1)
+    if shared < LARGE_SHARED:
+        return Tile(0, min(32, d_v), 0, warps=4, stages=2)
+    columns = min(64, d_v)
+    return Tile(0, columns, 0, warps=max(1, columns // 16), stages=3)
+
 
 GUESS_MOST = 512
 """Numbers of a row that are looked at for a draw by probability. Their comparisons with each other are 16k a block of 32."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.budget import examples
 
+pytest.importorskip("triton", reason="needs triton")
+from engine.kernels.triton import base
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.bfloat16]
+SHARED = [99 * 1024, 227 * 1024] if DEVICE == "cpu" else [base.shared_bytes()]
+"""Shared memory that block sizes are chosen by: interpreted, of both classes of devices."""
 few = settings(max_examples=examples(4, 8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

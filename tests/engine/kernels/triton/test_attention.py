@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from engine.errors import ShapeMismatch
 from engine.kernels import reference
 
-from .common import DEVICE, DTYPES, close, few, ints, poisoned, randn
+from .common import DEVICE, DTYPES, SHARED, close, few, ints, poisoned, randn
 
 pytest.importorskip("triton", reason="needs triton")
 from engine.kernels import triton as ops
-from engine.kernels.triton import config
+from engine.kernels.triton import attention, config
 
 
 @pytest.fixture(params=DTYPES, ids=["f32", "bf16"])
@@ -120,6 +120,20 @@ def test_prefill_is_causal_over_history_and_itself(
         rows = slice(starts[s], starts[s + 1])
         if n:
             close(out[rows], paged.expected(q[rows], s, context, 0.2, None if gate is None else gate[rows]), dtype)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_prefill_at_the_sizes_of_a_model(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tiles of tensor cores; tiles that every query sees, that some see and that end with the last key."""
+    monkeypatch.setattr(attention, "shared_bytes", lambda: shared)
+    monkeypatch.setattr(config, "prefill_splits", lambda blocks: 1)
+    paged = Paged([150 + 20, 33], 64, 1, 256, torch.bfloat16)
+    q, gate = queries(53, 8, 256, True, torch.bfloat16)
+    assert gate is not None
+    out = poisoned(53, 8 * 256, dtype=torch.bfloat16)
+    ops.prefill_attention(q, paged.k, paged.v, paged.pages, ints([0, 20, 53]), ints([150, 0]), 33, 0.06, gate, out)
+    close(out[:20], paged.expected(q[:20], 0, 150, 0.06, gate[:20]), torch.bfloat16)
+    close(out[20:], paged.expected(q[20:], 1, 0, 0.06, gate[20:]), torch.bfloat16)
 
 
 def test_prefill_of_many_blocks_needs_no_division_of_the_keys(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from engine.errors import ShapeMismatch
 from engine.kernels import reference
 
-from .common import DTYPES, close, few, ints, poisoned, randn, spaced
+from .common import DTYPES, SHARED, close, few, ints, poisoned, randn, spaced
 
 pytest.importorskip("triton", reason="needs triton")
 from engine.kernels import triton as ops
+from engine.kernels.triton import delta_chunk
 
 
 @pytest.fixture(params=DTYPES, ids=["f32", "bf16"])
@@ -140,6 +141,13 @@ def test_delta_of_one_token_a_sequence(dtype: torch.dtype, batch: Batch, k_heads
 @given(batch=batches([0, 1, 3, 64, 90]), repeat=st.integers(1, 2), d_k=st.sampled_from([16, 24]), d_v=st.sampled_from([16, 40]))
 def test_delta_of_slices(dtype: torch.dtype, batch: Batch, repeat: int, d_k: int, d_v: int) -> None:
     check_delta(batch, 1, repeat, d_k, d_v, dtype, 5.0 if dtype == torch.float32 else 1.0)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_delta_at_the_sizes_of_a_model(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tiles of tensor cores, which smaller heads do not fill. Two sequences, one with a chunk that is not full."""
+    monkeypatch.setattr(delta_chunk, "shared_bytes", lambda: shared)
+    check_delta(Batch([Seq(70, 5), Seq(64)], True), 1, 2, 128, 128, torch.bfloat16, 1.0)
 
 
 def test_delta_survives_repeated_keys_and_strong_writes() -> None:
