@@ -86,9 +86,10 @@ def _attend(
         length = tl.load(starts + seq + 1) - start
     first = block * TOKENS
     m = tl.arange(0, ROWS)
-    token, member = first + m // GP, m % GP
-    live = (token < length) & (member < GROUP)
-    row, head = (start + token).to(tl.int64), kv_head * GROUP + member
+    token, member = m // GP, m % GP
+    live = (first + token < length) & (member < GROUP)
+    # Wide numbers for the block's first row only: those of every row would have to be kept in registers through the loops.
+    row, head = (start + first).to(tl.int64), kv_head * GROUP
     d = tl.arange(0, DP)
     # Keys that any query of this block sees, divided evenly over the parts in whole tiles.
     total = tl.where(first < length, context + tl.minimum(first + TOKENS, length), 0)
@@ -96,25 +97,27 @@ def _attend(
     low = split * share
     high = tl.minimum(low + share, total)
     # A dead row of decode is written all the same: zeros, so that nothing behind it meets NaN.
-    written = (token < (tl.maximum(length, 1) if DECODE else length)) & (member < GROUP)
+    written = (first + token < (tl.maximum(length, 1) if DECODE else length)) & (member < GROUP)
     inside = written[:, None] & (d < D)[None, :]
     part = (row * (KV_HEADS * GROUP) + head) * SPLITS + split
+    parts = (token * (KV_HEADS * GROUP) + member) * SPLITS
     if high <= low:
         if SPLITS == 1 and not DECODE:
             return  # no row is left here
         if SPLITS == 1:
-            to = out + (row * o_row + head * D)[:, None] + d[None, :]
+            to = out + row * o_row + head * D + (token * o_row + member * D)[:, None] + d[None, :]
             tl.store(to, tl.zeros((ROWS, DP), out.dtype.element_ty), mask=inside)
         else:
-            tl.store(limits + part * 2, tl.full((ROWS,), float("-inf"), tl.float32), mask=written)
-            tl.store(limits + part * 2 + 1, tl.zeros((ROWS,), tl.float32), mask=written)
+            tl.store(limits + part * 2 + parts * 2, tl.full((ROWS,), float("-inf"), tl.float32), mask=written)
+            tl.store(limits + part * 2 + 1 + parts * 2, tl.zeros((ROWS,), tl.float32), mask=written)
         return
-    queries = tl.load(q + (row * q_row + head * q_head)[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    source = q + row * q_row + head * q_head + (token * q_row + member * q_head)[:, None] + d[None, :]
+    queries = tl.load(source, mask=live[:, None] & (d < D)[None, :], other=0.0)
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DP), tl.float32)
     table = pages + seq.to(tl.int64) * max_pages
-    limit = context + token
+    limit = context + first + token
     plain = low
     if not DECODE:
         # Tiles that even the first query sees whole, so that nothing in them has to be compared.
@@ -132,14 +135,15 @@ def _attend(
     if SPLITS == 1:
         y = mixed / tl.where(weight > 0, weight, 1.0)[:, None]
         if GATED:
-            z = tl.load(gate + (row * g_row + head * g_head)[:, None] + d[None, :], mask=inside, other=0.0)
+            source = gate + row * g_row + head * g_head + (token * g_row + member * g_head)[:, None] + d[None, :]
+            z = tl.load(source, mask=inside, other=0.0)
             y = y.to(out.dtype.element_ty).to(tl.float32) * tl.sigmoid(z.to(tl.float32))
-        to = out + (row * o_row + head * D)[:, None] + d[None, :]
+        to = out + row * o_row + head * D + (token * o_row + member * D)[:, None] + d[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(limits + part * 2, best, mask=written)
-        tl.store(limits + part * 2 + 1, weight, mask=written)
-        tl.store(sums + part[:, None] * D + d[None, :], mixed, mask=inside)
+        tl.store(limits + part * 2 + parts * 2, best, mask=written)
+        tl.store(limits + part * 2 + 1 + parts * 2, weight, mask=written)
+        tl.store(sums + part * D + (parts * D)[:, None] + d[None, :], mixed, mask=inside)
 
 
 @triton.jit

@@ -29,17 +29,27 @@ from engine.kernels.triton import config
 from engine.kernels.triton.base import dot, launch, precision, shared_bytes, workspace
 from engine.kernels.triton.delta_step import gates
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _summed(g, beta, g_next, beta_next):
+    return g + g_next, beta_next
+
 
 @triton.jit
 def _decays(a, b, a_log, dt_bias, token, live, head, a_row, b_row):
-    """Running log decay G and write strength beta of a chunk's tokens; a dead token neither decays nor writes."""
+    """Running log decay G, base 2, and write strength beta of a chunk's tokens; a dead token neither decays nor writes.
+
+    beta goes through the sum unchanged: as a result of it, it is not computed anew for each way its values are laid out.
+    """
     g, beta = gates(
         tl.load(a + token * a_row + head, mask=live, other=0.0),
         tl.load(b + token * b_row + head, mask=live, other=0.0),
         tl.load(a_log + head),
         tl.load(dt_bias + head),
     )
-    return tl.cumsum(tl.where(live, g, 0.0), 0), tl.where(live, beta, 0.0)
+    return tl.associative_scan((tl.where(live, g * LOG2_E, 0.0), tl.where(live, beta, 0.0)), 0, _summed)
 
 
 @triton.jit
@@ -50,21 +60,22 @@ def _lengths(x):
 
 
 @triton.jit
-def _doubled(T, A, apart, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)⁻¹ in blocks of twice the size."""
-    below, known, zero = tl.where((apart >= SIZE) & (apart < 2 * SIZE), A, 0.0), T.to(A.dtype), tl.zeros_like(T)
-    return T - dot(dot(known, below, zero, PRECISION).to(A.dtype), known, zero, PRECISION)
+def _doubled(T, N, apart, LEVEL: tl.constexpr, PRECISION: tl.constexpr):
+    """(I − N)⁻¹ in blocks of 2 ** (LEVEL + 1), from that in half as large ones."""
+    known = T.to(N.dtype)
+    below = dot(known, tl.where(apart >> LEVEL == 1, N, 0.0), tl.zeros_like(T), PRECISION)
+    return dot(below.to(N.dtype), known, T, PRECISION)
 
 
 @triton.jit
-def _inverse(A, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)⁻¹ of A [64, 64], of which only what lies below the diagonal is not zero, or on it, where it is not read."""
+def _inverse(N, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I − N)⁻¹ of N [64, 64], of which only what lies below the diagonal is not zero, or on it, where it is not read."""
     # The bits in which row and column differ: below 2 within a block of 2 × 2, and so on.
     apart = tl.arange(0, 64)[:, None] ^ tl.arange(0, 64)[None, :]
-    T = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, A, 0.0)
-    A = A.to(TYPE)
+    T = tl.where(apart == 0, 1.0, tl.where(apart == 1, N, 0.0))
+    N = N.to(TYPE)
     for level in tl.static_range(1, 6):
-        T = _doubled(T, A, apart, 2**level, PRECISION)
+        T = _doubled(T, N, apart, level, PRECISION)
     return T
 
 
@@ -83,37 +94,40 @@ def _prepare(
     seq, head = tl.program_id(2), tl.program_id(1)
     start = tl.load(starts + seq)
     length = tl.where((tl.load(rows + seq) >= 0) & (tl.load(contexts + seq) >= 0), tl.load(starts + seq + 1) - start, 0)
-    n = tl.arange(0, C)
-    t = tl.program_id(0) * C + n
-    if tl.program_id(0) * C >= length:
+    n, done = tl.arange(0, C), tl.program_id(0) * C
+    if done >= length:
         return
-    live, token = t < length, (start + t).to(tl.int64)
+    live, first = n < length - done, (start + done).to(tl.int64)
     k_head = head // (V_HEADS // K_HEADS)
     i, j = tl.arange(0, KP), tl.arange(0, VP)
-    source = mixed + token[:, None] * m_row
+    source = mixed + first * m_row + n[:, None] * m_row
     in_k, in_v = live[:, None] & (i < D_K)[None, :], live[:, None] & (j < D_V)[None, :]
     k = tl.load(source + (K_HEADS + k_head) * D_K + i[None, :], mask=in_k, other=0.0)
     q = tl.load(source + k_head * D_K + i[None, :], mask=in_k, other=0.0)
     v = tl.load(source + 2 * K_HEADS * D_K + head * D_V + j[None, :], mask=in_v, other=0.0)
-    G, beta = _decays(a, b, a_log, dt_bias, token, live, head, a_row, b_row)
+    G, beta = _decays(a + first * a_row, b + first * b_row, a_log, dt_bias, n, live, head, a_row, b_row)
     row, column = n[:, None], n[None, :]
-    # Decays are at most one below the diagonal; above it the exponent could overflow, so it is cut first.
-    fade = tl.where(row >= column, tl.exp(tl.where(row >= column, G[:, None] - G[None, :], 0.0)), 0.0)
+    # Decays are at most one below the diagonal; above it the exponent could overflow.
+    fade = tl.exp2(tl.where(row >= column, G[:, None] - G[None, :], float("-inf")))
     rk, rq = _lengths(k), _lengths(q) * (D_K**-0.5)
     zero = tl.zeros((C, C), tl.float32)
     kt = tl.trans(k)
     tile = (_slot(start, seq, C) + tl.program_id(0)) * V_HEADS + head
     # Dead tokens behind the last do not decay, so the chunk's last G is the sequence's.
     total = tl.sum(tl.where(n == C - 1, G, 0.0), 0)
-    tl.store(factors + tile * (2 * C) + n, tl.exp(G) * rq)
-    tl.store(factors + tile * (2 * C) + C + n, tl.exp(total - G) * rk)
-    tl.store(factors + slots.to(tl.int64) * (2 * C * V_HEADS) + tile, tl.exp(total))
-    P = dot(q, kt, zero, PRECISION) * rq[:, None] * rk[None, :] * fade
+    tl.store(factors + tile * (2 * C) + n, tl.exp2(G) * rq)
+    tl.store(factors + tile * (2 * C) + C + n, tl.exp2(total - G) * rk)
+    tl.store(factors + slots.to(tl.int64) * (2 * C * V_HEADS) + tile, tl.exp2(total))
+    fade *= rk[None, :]
+    P = dot(q, kt, zero, PRECISION) * rq[:, None] * fade
     to = parts + tile * (C * (KP + VP + C))
     tl.store(to + C * (KP + VP) + row * C + column, P.to(parts.dtype.element_ty))
-    A = dot(k, kt, zero, PRECISION) * (beta * rk)[:, None] * rk[None, :] * fade
-    T = _inverse(A, tl.float16 if k.dtype == tl.bfloat16 else tl.float32, PRECISION)
-    W = dot((T * (beta * tl.exp(G) * -rk)[None, :]).to(k.dtype), k, tl.zeros((C, KP), tl.float32), PRECISION)
+    T = _inverse(
+        dot(k, kt, zero, PRECISION) * (beta * -rk)[:, None] * fade,
+        tl.float16 if k.dtype == tl.bfloat16 else tl.float32,
+        PRECISION,
+    )
+    W = dot((T * (beta * tl.exp2(G) * -rk)[None, :]).to(k.dtype), k, tl.zeros((C, KP), tl.float32), PRECISION)
     tl.store(to + row * KP + i[None, :], W.to(parts.dtype.element_ty))
     U = dot((T * beta[None, :]).to(v.dtype), v, tl.zeros((C, VP), tl.float32), PRECISION)
     tl.store(to + C * KP + j[:, None] * C + column, tl.trans(U).to(parts.dtype.element_ty))
@@ -141,18 +155,18 @@ def _scan(
     for chunk in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         tile = (first + chunk) * V_HEADS + head
         here = parts + tile * (C * (KP + VP + C))
-        t = chunk * C + n
+        left, at_row = length - chunk * C, (start + chunk * C).to(tl.int64)
         # Rows behind the last are the last again: what is multiplied by them is zero or not stored.
-        token = (start + tl.minimum(t, length - 1)).to(tl.int64)[:, None]
+        source = queries + at_row * m_row + (tl.minimum(n, left - 1) * m_row)[:, None]
         W = tl.load(here + n[:, None] * KP + i[None, :])
         U = tl.load(here + C * KP + j[:, None] * C + n[None, :])
         P = tl.load(here + C * (KP + VP) + n[:, None] * C + n[None, :])
         if KP == D_K:
-            q = tl.load(queries + token * m_row)
-            k = tl.load(queries + token * m_row + K_HEADS * D_K)
+            q = tl.load(source)
+            k = tl.load(source + K_HEADS * D_K)
         else:
-            q = tl.load(queries + token * m_row, mask=(i < D_K)[None, :], other=0.0)
-            k = tl.load(queries + token * m_row + K_HEADS * D_K, mask=(i < D_K)[None, :], other=0.0)
+            q = tl.load(source, mask=(i < D_K)[None, :], other=0.0)
+            k = tl.load(source + K_HEADS * D_K, mask=(i < D_K)[None, :], other=0.0)
         q_factor = tl.load(factors + tile * (2 * C) + n)
         k_factor = tl.load(factors + tile * (2 * C) + C + n)
         fade = tl.load(factors + slots.to(tl.int64) * (2 * C * V_HEADS) + tile)
@@ -161,8 +175,8 @@ def _scan(
         y = dot(seen, tl.trans(q), tl.zeros((COLUMNS, C), tl.float32), PRECISION) * q_factor[None, :]
         y = dot(u.to(P.dtype), tl.trans(P), y, PRECISION)
         state = dot((u * k_factor[None, :]).to(k.dtype), k, state * fade, PRECISION)
-        to = out + token * o_row + head * D_V + j[None, :]
-        tl.store(to, tl.trans(y).to(out.dtype.element_ty), mask=(t < length)[:, None] & (j < D_V)[None, :])
+        to = out + at_row * o_row + head * D_V + (n * o_row)[:, None] + j[None, :]
+        tl.store(to, tl.trans(y).to(out.dtype.element_ty), mask=(n < left)[:, None] & (j < D_V)[None, :])
     tl.store(states + row_out * s_row + place, tl.trans(state), mask=whole)
 
 
