@@ -25,8 +25,8 @@ def _attention(rows: int, keys: int, warps: int, stages: int) -> Variant:
     return Variant(f"{rows}x{keys} w{warps} s{stages}", "prefill_attention", {"attention": lambda *_: tile})
 
 
-def _splits(number: int) -> Variant:
-    return Variant(f"{number} parts", "prefill_attention", {"prefill_splits": lambda _: number})
+def _splits(tokens: int, number: int) -> Variant:
+    return Variant(f"{number} parts", f"prefill_attention {tokens}", {"prefill_splits": lambda _: number})
 
 
 def _scan(columns: int, warps: int, stages: int) -> Variant:
@@ -41,7 +41,9 @@ VARIANTS = [
     _attention(64, 64, 4, 3),
     _attention(64, 32, 4, 3),
     _attention(64, 32, 8, 3),
-    *map(_splits, (1, 2, 4, 8, 16, 32, 64)),
+    *(_splits(64, number) for number in (8, 16, 32, 64)),
+    *(_splits(256, number) for number in (2, 4, 8)),
+    *(_splits(1024, number) for number in (1, 2)),
     _scan(64, 4, 2),
     _scan(64, 4, 1),
     _scan(32, 2, 3),
