@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.common import report
 from benchmarks.gpu.kernel_cases import QWEN36, TINY, Case, cases
@@ -78,7 +79,7 @@ def measure(copies: Sequence[Case], milliseconds: float, gb_per_s: float, tflops
     row: dict[str, float | str] = {"case": case.name, "floor_us": round(floor, 2), "mbytes": round(case.bytes / 1e6, 3)}
     try:
         taken = device_us([copy.run for copy in copies], milliseconds)
-    except RuntimeError as error:
+    except (RuntimeError, OutOfResources) as error:
         return row | {"failed": str(error).splitlines()[0]}
     return row | {
         "us": round(taken, 2),

@@ -23,16 +23,18 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _tile(
-    queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+    queries, best, weight, mixed, k_pool, v_pool, table, page, at, high, limit, kv_head, scale, k_page, v_page,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Largest score, sum of weights and weighted values after one more tile of keys. WHOLE: every row sees all of it."""
+    """Largest score, sum of weights and weighted values after one more tile of keys.
+
+    page: that of the first key, which is that of all where tiles divide pages. WHOLE: every row sees all of the tile.
+    """
     d, n = tl.arange(0, DP), tl.arange(0, KEYS)
     position = at + n
     if PAGE % KEYS == 0:
-        # The tile lies in one page: a scalar look-up keeps the keys' copies one load behind, not two.
-        page = tl.load(table + at // PAGE).to(tl.int64) + tl.zeros((KEYS,), tl.int64)
+        page = page.to(tl.int64) + tl.zeros((KEYS,), tl.int64)
         offset = at % PAGE + n
     elif WHOLE:
         page = tl.load(table + position // PAGE).to(tl.int64)
@@ -122,14 +124,19 @@ def _attend(
     if not DECODE:
         # Tiles that even the first query sees whole, so that nothing in them has to be compared.
         plain = tl.maximum(low, low + (tl.minimum(high, context + first + 1) - low) // KEYS * KEYS)
+        # A tile's page is looked up while the one before is computed, so that no copy of keys has to wait for it.
+        page = tl.load(table + low // PAGE)
         for at in range(low, plain, KEYS):
+            later = tl.load(table + tl.minimum(at + KEYS, high - 1) // PAGE)
             best, weight, mixed = _tile(
-                queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+                queries, best, weight, mixed, k_pool, v_pool, table, page, at, high, limit, kv_head, scale, k_page, v_page,
                 KV_HEADS, D, DP, PAGE, ROWS, KEYS, True, PRECISION,
             )  # fmt: skip
+            page = later
     for at in range(plain, high, KEYS):
+        page = tl.load(table + at // PAGE)
         best, weight, mixed = _tile(
-            queries, best, weight, mixed, k_pool, v_pool, table, at, high, limit, kv_head, scale, k_page, v_page,
+            queries, best, weight, mixed, k_pool, v_pool, table, page, at, high, limit, kv_head, scale, k_page, v_page,
             KV_HEADS, D, DP, PAGE, ROWS, KEYS, False, PRECISION,
         )  # fmt: skip
     if SPLITS == 1:

@@ -70,18 +70,17 @@ def row_warps(n: int) -> int:
 def attention(head_dim: int, group: int, longest: int, itemsize: int, shared: int) -> Tile:
     """rows: queries × heads of a group in one block; columns: keys at a time. depth is unused (the whole head).
 
-    Pages are looked up one stage before keys are read, so 5 stages hold two tiles of keys and values at a time, 3 hold one;
-    where a product's operands are read from shared memory as it runs (128 rows, in two groups of four warps), one more.
+    A tile's copies begin when the one `stages` − 1 before it is done with. In decode its page is looked up in a stage of its
+    own, two with the copies', so that 5 stages hold two tiles of keys and values at a time.
     """
     wide = head_dim * itemsize
     rows = max(16, min(128 if shared >= LARGE_SHARED else 64, power(group) * power(longest)))
     if itemsize > 2 or wide > 512:
         return Tile(min(rows, 64), 16, head_dim, warps=4, stages=1)
+    keys = 64 if wide <= 256 else 32
     if rows > 64:
-        return Tile(rows, 64, head_dim, warps=8, stages=3)
-    return Tile(
-        rows, 64 if wide <= 256 else 32, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=3 if rows > 16 else 5
-    )
+        return Tile(rows, keys, head_dim, warps=8, stages=4 if wide > 256 else 3)
+    return Tile(rows, keys, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=5 if longest == 1 else 2)
 
 
 def decode_splits(batch: int) -> int:
