@@ -35,20 +35,16 @@ def _scan(columns: int, warps: int, stages: int) -> Variant:
 
 
 VARIANTS = [
-    _attention(128, 64, 8, 2),
-    _attention(128, 32, 8, 2),
     _attention(128, 32, 8, 3),
+    _attention(128, 32, 8, 4),
     _attention(64, 64, 4, 2),
     _attention(64, 32, 4, 2),
-    _attention(64, 32, 4, 4),
     _attention(64, 32, 8, 2),
     *(_splits(64, number) for number in (8, 16, 32, 64)),
     *(_splits(256, number) for number in (2, 4, 8)),
     *(_splits(1024, number) for number in (1, 2)),
-    _scan(64, 4, 2),
-    _scan(64, 4, 1),
+    _scan(64, 4, 3),
     _scan(32, 2, 3),
-    _scan(32, 4, 3),
     _scan(32, 4, 2),
     _scan(16, 4, 3),
     Variant("prepare w8", "delta ", {"DELTA_PREPARE_WARPS": 8}),

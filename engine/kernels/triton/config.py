@@ -79,7 +79,7 @@ def attention(head_dim: int, group: int, longest: int, itemsize: int, shared: in
         return Tile(min(rows, 64), 16, head_dim, warps=4, stages=1)
     keys = 64 if wide <= 256 else 32
     if rows > 64:
-        return Tile(rows, keys, head_dim, warps=8, stages=4 if wide > 256 else 3)
+        return Tile(rows, 64, head_dim, warps=8, stages=2 if wide > 256 else 3)
     return Tile(rows, keys, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=5 if longest == 1 else 2)
 
 
@@ -129,14 +129,10 @@ DELTA_PREPARE_WARPS = 4
 
 
 def delta_scan(d_v: int, itemsize: int, shared: int) -> Tile:
-    """columns of one head's state that a block walks the chunks with. One warp for each 16 of them: no product is divided
-    over warps in any other way, so that what one leaves in registers the next finds there."""
+    """columns of one head's state that a block walks the chunks with: 32 of 128 keep 128 multiprocessors busy with 32 heads."""
     if itemsize > 2:
         return Tile(0, 16, 0, warps=4, stages=1)
-    if shared < LARGE_SHARED:
-        return Tile(0, min(32, d_v), 0, warps=4, stages=2)
-    columns = min(64, d_v)
-    return Tile(0, columns, 0, warps=max(1, columns // 16), stages=3)
+    return Tile(0, min(32, d_v), 0, warps=4, stages=3 if shared >= LARGE_SHARED else 2)
 
 
 GUESS_MOST = 512

@@ -7,14 +7,14 @@ so U = T (β v) − T (β e^G k̂) S = U0 − W S with T = (I + A)⁻¹. The fir
 of every chunk at once; the second walks the chunks of a sequence:
     out_t = e^{G_t} Sᵀq̂_t + Σ_{i≤t} P_ti u_i,                  S ← e^{G_64} S + Σ_i e^{G_64 − G_i} k̂_i ⊗ u_i.
 All that is left to walk are four products with some columns of one head's state. They are turned round, Uᵀ = U0ᵀ − SᵀWᵀ: so
-state and U are always the left operand, which a product takes from the registers that the last one left them in, and only
-what lies in memory anyway (W, q, k, P) goes through shared memory, ahead of time.
+state and U are the left operands, small, and what lies in memory anyway (W, q, k, P) is copied ahead of time as the right ones.
 
-T starts as the inverse of blocks of 2 × 2 and is doubled: of a block [[I + A₁, 0], [B, I + A₂]] the inverse is
-[[T₁, 0], [−T₂ B T₁, T₂]], so nothing larger than T's own values ever occurs; a power series would cancel.
+T starts as the inverse of blocks of 2 × 2 and is doubled: of a block [[I − N₁, 0], [−B, I − N₂]] with N = −A the inverse is
+[[T₁, 0], [T₂ B T₁, T₂]], so nothing larger than T's own values ever occurs; a power series would cancel.
 
-Numbers: f32 sums everywhere; products of the inputs themselves in their own type; W, U0 and P are kept in the inputs' type;
-the state and what is added to it enter products as two bf16 parts; T is made in tf32. f32 inputs: all in f32.
+Numbers: f32 sums and an f32 state; W, U0, P and what is multiplied in the inputs' type; T in f16, whose values are at most one
+and which has the same 11 bits as tf32. A second bf16 part of state and U would take up to 7% off the outputs' error and a fifth
+off the state's (simulated, 1,024 tokens against f64). f32 inputs: all in f32.
 """
 
 from __future__ import annotations
