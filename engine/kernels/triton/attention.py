@@ -223,7 +223,7 @@ def prefill_attention(
     seqs, (tokens, heads, d) = len(contexts), q.shape
     tile = config.attention(d, heads // k_pool.shape[2], longest, q.element_size(), shared_bytes())
     blocks = config.blocks(longest * config.power(heads // k_pool.shape[2]), tile.rows)
-    splits = config.prefill_splits(blocks * seqs * k_pool.shape[2])
+    splits = config.prefill_splits(blocks * seqs * k_pool.shape[2] * max(1, tile.rows // 64))
     scratch = None
     if splits > 1:
         scratch = workspace("prefill attention", tokens * heads * splits * (d + 2), torch.float32, q)

@@ -80,7 +80,8 @@ def attention(head_dim: int, group: int, longest: int, itemsize: int, shared: in
     keys = 64 if wide <= 256 else 32
     if rows > 64:
         return Tile(rows, 64, head_dim, warps=8, stages=2 if wide > 256 else 3)
-    return Tile(rows, keys, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=5 if longest == 1 else 2)
+    stages = 2 if rows > 16 else 5 if longest == 1 else 3
+    return Tile(rows, keys, head_dim, warps=8 if rows * wide > 64 * 256 else 4, stages=stages)
 
 
 def decode_splits(batch: int) -> int:
@@ -89,8 +90,8 @@ def decode_splits(batch: int) -> int:
 
 
 def prefill_splits(blocks: int) -> int:
-    """Likewise in prefill, where `blocks` query blocks × key heads run anyway, one on each multiprocessor at a time."""
-    return max(1, min(32, 128 // power(blocks)))
+    """Likewise in prefill, where `blocks` query blocks of up to 64 rows × key heads run anyway."""
+    return max(1, min(16, 256 // power(blocks)))
 
 
 def experts_gemv(inter: int, hidden: int) -> tuple[Tile, Tile]:
